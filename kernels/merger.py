@@ -1,0 +1,47 @@
+"""Patch merger: LayerNorm, the 2x2 shuffle, fc1 with exact GELU, fc2, into a column slice of the
+encoder's output.
+
+The shuffle is a view: patches come in spatial-merge order, so a token's merge**2 patches are
+consecutive rows. The trunk's merger normalises patches [P, C] before the view, the deepstack
+mergers normalise tokens [T, merge**2 * C] after it.
+"""
+
+from torch import Tensor
+
+from vitgraph.kernels.layer_norm import layer_norm_reference
+from vitgraph.kernels.linear import linear_reference
+
+
+def merger_reference(
+    x: Tensor,  # [P, C]
+    norm_weight: Tensor,  # [C] or [merge**2 * C]
+    norm_bias: Tensor,
+    fc1_weight: Tensor,  # [merge**2 * C, merge**2 * C]
+    fc1_bias: Tensor,
+    fc2_weight: Tensor,  # [O, merge**2 * C]
+    fc2_bias: Tensor,
+    *,
+    eps: float = 1e-6,
+    num_patches: Tensor | None = None,
+    num_tokens: Tensor | None = None,
+    out: Tensor | None = None,  # [T, O], may be a column slice
+) -> Tensor:
+    """Merge the patches of each token.
+
+    Args:
+        x: trunk activations [P, C].
+        norm_weight: its length decides whether the norm comes before the shuffle (C) or after it
+            (merge**2 * C).
+        num_patches, num_tokens: int32 [1] on the device; rows past them need not be computed.
+        out: where to store, [T, O] with unit stride in the last dimension.
+
+    Returns:
+        `out`, or a new tensor [T, O].
+    """
+    token_width = fc1_weight.shape[1]
+    if norm_weight.shape[0] == token_width:
+        x = layer_norm_reference(x.view(-1, token_width), norm_weight, norm_bias, eps, num_tokens)
+    else:
+        x = layer_norm_reference(x, norm_weight, norm_bias, eps, num_patches).view(-1, token_width)
+    inner = linear_reference(x, fc1_weight, fc1_bias, activation="gelu", num_rows=num_tokens)
+    return linear_reference(inner, fc2_weight, fc2_bias, num_rows=num_tokens, out=out)

@@ -1,0 +1,19 @@
+"""The MLP of a block: fc2(gelu_tanh(fc1(x))) + residual."""
+
+from torch import Tensor
+
+from vitgraph.kernels.linear import linear_reference
+
+
+def mlp_reference(
+    x: Tensor,  # [P, C]
+    fc1_weight: Tensor,  # [M, C]
+    fc1_bias: Tensor,  # [M]
+    fc2_weight: Tensor,  # [C, M]
+    fc2_bias: Tensor,  # [C]
+    residual: Tensor,  # [P, C]
+    num_rows: Tensor | None = None,
+) -> Tensor:
+    """Apply the MLP to each row of `x`; rows past `num_rows` (int32 [1], on device) are free."""
+    inner = linear_reference(x, fc1_weight, fc1_bias, activation="gelu_tanh", num_rows=num_rows)
+    return linear_reference(inner, fc2_weight, fc2_bias, residual=residual, num_rows=num_rows)
