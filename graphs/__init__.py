@@ -1,0 +1,15 @@
+"""Budgets, packing, capture and replay for vision encoders."""
+
+from vitgraph.graphs.config import CompilationConfig
+from vitgraph.graphs.manager import BudgetGraphMetadata, EncoderCudaGraphManager
+from vitgraph.graphs.protocol import SupportsEncoderCudaGraph
+from vitgraph.graphs.tower import replace_vision_tower, restore_vision_tower
+
+__all__ = [
+    "BudgetGraphMetadata",
+    "CompilationConfig",
+    "EncoderCudaGraphManager",
+    "SupportsEncoderCudaGraph",
+    "replace_vision_tower",
+    "restore_vision_tower",
+]

@@ -1,0 +1,127 @@
+"""Checkpoint files, local or on the hub, and the vision tower's tensors inside them.
+
+Naming is kept out of the model: checkpoints prefix the tower with `model.visual.` or `visual.` (a
+tower saved alone has no prefix) and store the patch embedding as a Conv3d kernel.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+from safetensors import safe_open
+from torch import Tensor, nn
+
+PREFIXES = ("model.visual.", "visual.", "")
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A named set of files; `fetch` returns a local path or raises FileNotFoundError."""
+
+    name: str
+    fetch: Callable[[str], Path]
+
+    def file(self, filename: str) -> Path:
+        """Local path of a file that must exist."""
+        try:
+            return self.fetch(filename)
+        except FileNotFoundError:
+            raise ValueError(f"{self.name} is no checkpoint: it has no {filename}") from None
+
+    def weight_map(self) -> dict[str, str]:
+        """Tensor name -> file name, of every tensor of the checkpoint."""
+        try:
+            return json.loads(self.fetch(INDEX).read_text())["weight_map"]
+        except FileNotFoundError:
+            pass
+        try:
+            with safe_open(self.fetch(SINGLE), framework="pt") as tensors:
+                return dict.fromkeys(tensors.keys(), SINGLE)
+        except FileNotFoundError:
+            raise ValueError(
+                f"{self.name} has no weights: neither {INDEX} nor {SINGLE} is there"
+            ) from None
+
+
+def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoint:
+    """Find a checkpoint: a local directory if `model` names one, a hub repository otherwise.
+
+    Raises:
+        ValueError: `model` is neither an existing directory nor a repository id.
+    """
+    directory = Path(model)
+    if directory.is_dir():
+
+        def local(filename: str) -> Path:
+            if not (directory / filename).is_file():
+                raise FileNotFoundError(filename)
+            return directory / filename
+
+        return Checkpoint(str(directory), local)
+    if directory.exists():
+        raise ValueError(f"{model} is a file; a checkpoint is a directory or a hub repository id")
+
+    def hub(filename: str) -> Path:
+        try:
+            return Path(hf_hub_download(str(model), filename, revision=revision))
+        except EntryNotFoundError as error:
+            raise FileNotFoundError(filename) from error
+        except HFValidationError:
+            raise ValueError(f"{model} is neither a directory nor a hub repository id") from None
+
+    return Checkpoint(str(model), hub)
+
+
+def load_vision_weights(module: nn.Module, checkpoint: Checkpoint) -> None:
+    """Copy the tower's tensors into `module`, opening only the shards that hold them.
+
+    Everything is compared before anything is copied.
+
+    Raises:
+        ValueError: one message that lists missing, unexpected and mis-shaped tensors.
+    """
+    parameters = dict(module.named_parameters())
+    weight_map = checkpoint.weight_map()
+    prefix = next((p for p in PREFIXES if f"{p}patch_embed.proj.weight" in weight_map), None)
+    if prefix is None:
+        raise ValueError(
+            f"{checkpoint.name} holds no vision tower: none of its {len(weight_map)} tensors is "
+            f"{' or '.join(f'{p}patch_embed.proj.weight' for p in PREFIXES)}"
+        )
+    files = {
+        name.removeprefix(prefix): file
+        for name, file in weight_map.items()
+        if name.startswith(prefix)
+    }
+    problems = [f"missing {name}" for name in sorted(parameters.keys() - files.keys())]
+    problems += [f"unexpected {name}" for name in sorted(files.keys() - parameters.keys())]
+    common = sorted(parameters.keys() & files.keys())
+    with ExitStack() as stack:
+        shards = {
+            file: stack.enter_context(safe_open(checkpoint.file(file), framework="pt"))
+            for file in sorted({files[name] for name in common})
+        }
+        for name in common:
+            if prefix + name not in shards[files[name]].keys():  # noqa: SIM118 - not a dict
+                problems.append(f"missing {name} (the index names {files[name]})")
+                continue
+            found = tuple(shards[files[name]].get_slice(prefix + name).get_shape())
+            wanted = tuple(parameters[name].shape)
+            # The patch embedding is stored as a [C, 3, 2, 16, 16] kernel and used as [C, 1536].
+            if (*found[:1], math.prod(found[1:])) != wanted and found != wanted:
+                problems.append(f"{name} has shape {found}, the config wants {wanted}")
+        if problems:
+            raise ValueError(
+                f"{checkpoint.name} does not fit the vision config: {'; '.join(problems)}"
+            )
+        with torch.no_grad():
+            for name in common:
+                tensor: Tensor = shards[files[name]].get_tensor(prefix + name)
+                parameters[name].copy_(tensor.reshape(parameters[name].shape))

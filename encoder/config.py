@@ -1,0 +1,115 @@
+"""Geometry of a Qwen3-VL vision tower, read from a Hugging Face config.json."""
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from vitgraph.encoder.checkpoint import open_checkpoint
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """Sizes of the tower; the names are those of `vision_config` in the published config.json
+    files.
+
+    Raises:
+        ValueError: where a field contradicts another, naming both numbers.
+    """
+
+    depth: int = 27
+    hidden_size: int = 1152
+    intermediate_size: int = 4304
+    num_heads: int = 16
+    out_hidden_size: int = 4096
+    deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
+    num_position_embeddings: int = 2304
+    in_channels: int = 3
+    patch_size: int = 16
+    temporal_patch_size: int = 2
+    spatial_merge_size: int = 2
+    hidden_act: str = "gelu_pytorch_tanh"
+    rope_theta: float = 10000.0
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_heads or self.head_dim % 4:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} over num_heads {self.num_heads} must give a whole "
+                f"head whose size is a multiple of 4"
+            )
+        if self.position_grid_side**2 != self.num_position_embeddings:
+            raise ValueError(
+                f"num_position_embeddings {self.num_position_embeddings} is no square; the nearest "
+                f"is {self.position_grid_side}**2 = {self.position_grid_side**2}"
+            )
+        for level in self.deepstack_visual_indexes:
+            if not 0 <= level < self.depth:
+                raise ValueError(f"deepstack level {level} is outside the depth {self.depth}")
+        if self.hidden_act != "gelu_pytorch_tanh":
+            raise ValueError(f"hidden_act {self.hidden_act!r} is not 'gelu_pytorch_tanh'")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def position_grid_side(self) -> int:
+        """Side of the square of learned position embeddings."""
+        return round(self.num_position_embeddings**0.5)
+
+    @property
+    def patch_width(self) -> int:
+        """Values of one patch, the width of `pixel_values`."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def output_width(self) -> int:
+        """Width of an output row: the merger's columns, then those of each deepstack level."""
+        return (1 + len(self.deepstack_visual_indexes)) * self.out_hidden_size
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> "VisionConfig":
+        """Read the fields of a whole model's config.json or of its `vision_config`."""
+        vision = config.get("vision_config", config)
+        missing = [name for name in ("depth", "hidden_size", "num_heads") if name not in vision]
+        if missing:
+            raise ValueError(f"this is no Qwen3-VL vision config: it lacks {', '.join(missing)}")
+        known = {f.name: vision[f.name] for f in fields(cls) if vision.get(f.name) is not None}
+        known["deepstack_visual_indexes"] = tuple(vision.get("deepstack_visual_indexes") or ())
+        if theta := (vision.get("rope_parameters") or {}).get("rope_theta"):
+            known["rope_theta"] = float(theta)
+        return cls(**known)
+
+    @classmethod
+    def from_pretrained(cls, model: str | Path, revision: str | None = None) -> "VisionConfig":
+        """Read config.json of a local directory or a hub repository."""
+        path = open_checkpoint(model, revision).file("config.json")
+        return cls.from_dict(json.loads(path.read_text()))
+
+
+_LARGE = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304}
+_SMALL = {
+    "depth": 24,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "deepstack_visual_indexes": (5, 11, 17),
+}
+
+# Published checkpoints by name, for random weights; a checkpoint's own config.json always wins.
+GEOMETRIES: dict[str, VisionConfig] = {
+    "2b": VisionConfig(**_SMALL, out_hidden_size=2048),
+    "4b": VisionConfig(**_SMALL, out_hidden_size=2560),
+    "8b": VisionConfig(**_LARGE, out_hidden_size=4096),
+    "30b-a3b": VisionConfig(**_LARGE, out_hidden_size=2048),
+    "32b": VisionConfig(**_LARGE, out_hidden_size=5120),
+    "235b-a22b": VisionConfig(**_LARGE, out_hidden_size=4096),
+    "tiny": VisionConfig(
+        depth=4,
+        hidden_size=144,
+        intermediate_size=304,
+        num_heads=2,
+        out_hidden_size=128,
+        deepstack_visual_indexes=(0, 1, 2),
+    ),
+}

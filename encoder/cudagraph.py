@@ -1,0 +1,202 @@
+"""The encoder's side of the graph manager's protocol (`vitgraph.graphs.SupportsEncoderCudaGraph`).
+
+The graph has two inputs, the pixels and the grids; unused item slots of the grids hold zeros, and
+everything else, the number of real rows included, is derived on the device. Nothing is zeroed
+between replays.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitgraph.encoder.inputs import Grids, check_grids, check_pixels
+
+# modality -> (key of the pixels, key of the grids)
+KEYS = {
+    "image": ("pixel_values", "image_grid_thw"),
+    "video": ("pixel_values_videos", "video_grid_thw"),
+}
+
+
+@dataclass(frozen=True)
+class EncoderCudaGraphConfig:
+    """What the manager must know of a model.
+
+    Attributes:
+        modalities: which the graphs serve.
+        input_key_by_modality: key of the tensor whose rows are the items' patches.
+        buffer_keys: metadata tensors copied before a replay.
+        out_hidden_size: width of an output row.
+        zero_buffers: zero input and metadata past the copied rows before a replay; False where the
+            forward reads the number of real rows on the device.
+    """
+
+    modalities: tuple[str, ...]
+    input_key_by_modality: dict[str, str]
+    buffer_keys: tuple[str, ...]
+    out_hidden_size: int
+    zero_buffers: bool = True
+
+
+@dataclass
+class EncoderCudaGraphCaptureInputs:
+    """Static inputs of one capture: keyword inputs of the model, and metadata buffers by name."""
+
+    mm_kwargs: dict[str, Any]
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class EncoderCudaGraphReplayBuffers:
+    """Values to copy into the metadata buffers before one replay."""
+
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+class EncoderCudaGraphMixin:
+    """The ten protocol methods for `Qwen3VLVisionEncoder`, and two optional ones.
+
+    A batch (`mm_kwargs`) is {"pixel_values", "image_grid_thw"} or {"pixel_values_videos",
+    "video_grid_thw"}.
+    """
+
+    def check_encoder_inputs(self, mm_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Validate a batch once, and return it with host grids so that no later method reads the
+        device.
+
+        Raises:
+            ValueError: unknown or missing keys, or an item that does not fit its pixels.
+        """
+        given = {key for key, value in mm_kwargs.items() if value is not None}
+        modality = next((m for m, keys in KEYS.items() if given == set(keys)), None)
+        if modality is None:
+            expected = " or ".join(f"{pixels} and {grids}" for pixels, grids in KEYS.values())
+            raise ValueError(f"a batch has {expected}, got {sorted(given)}")
+        pixel_key, grid_key = KEYS[modality]
+        grids = check_grids(mm_kwargs[grid_key], self.config.spatial_merge_size)
+        pixels = check_pixels(mm_kwargs[pixel_key], grids, self.config.patch_width)
+        return {pixel_key: pixels, grid_key: grids}
+
+    def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
+        """Describe the graph's inputs."""
+        return EncoderCudaGraphConfig(
+            modalities=tuple(KEYS),
+            input_key_by_modality={modality: pixels for modality, (pixels, _) in KEYS.items()},
+            buffer_keys=("grid_thw",),
+            out_hidden_size=self.config.output_width,
+            zero_buffers=False,
+        )
+
+    def get_encoder_cudagraph_budget_range(self, config: Any = None) -> tuple[int, int]:
+        """Smallest and largest budget worth a graph, in tokens: a 256x256 image, a 3840x2160
+        one."""
+        return 64, 8192
+
+    def get_encoder_cudagraph_num_items(self, mm_kwargs: dict[str, Any]) -> int:
+        """Items of the batch."""
+        return len(self._grids(mm_kwargs))
+
+    def get_encoder_cudagraph_per_item_output_tokens(self, mm_kwargs: dict[str, Any]) -> list[int]:
+        """Output rows of each item."""
+        unit = self.config.spatial_merge_size**2
+        return [patches // unit for patches in self._grids(mm_kwargs).num_patches]
+
+    def get_encoder_cudagraph_per_item_input_sizes(self, mm_kwargs: dict[str, Any]) -> list[int]:
+        """Pixel rows of each item."""
+        return self._grids(mm_kwargs).num_patches
+
+    def get_encoder_cudagraph_per_item_sequences(self, mm_kwargs: dict[str, Any]) -> list[int]:
+        """Attention sequences of each item: its frames."""
+        return [t for t, _, _ in self._grids(mm_kwargs)]
+
+    def select_encoder_cudagraph_items(
+        self, mm_kwargs: dict[str, Any], indices: list[int]
+    ) -> dict[str, Any]:
+        """The sub-batch of `indices`, in that order; a view of the pixels where the items are
+        neighbours."""
+        pixel_key, grid_key = self._keys(mm_kwargs)
+        pixels, grids = mm_kwargs[pixel_key], self._grids(mm_kwargs)
+        if indices == list(range(len(grids))):
+            return mm_kwargs
+        starts = [0]
+        for patches in grids.num_patches:
+            starts.append(starts[-1] + patches)
+        runs: list[list[int]] = []
+        for index in indices:
+            if runs and runs[-1][1] == index:
+                runs[-1][1] = index + 1
+            else:
+                runs.append([index, index + 1])
+        slices = [pixels[starts[first] : starts[last]] for first, last in runs]
+        return {
+            pixel_key: slices[0] if len(slices) == 1 else torch.cat(slices),
+            grid_key: Grids(grids[index] for index in indices),
+        }
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self,
+        token_budget: int,
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> EncoderCudaGraphCaptureInputs:
+        """Buffers of one budget: pixels, grids with one item that fills the budget, and the
+        output."""
+        merge = self.config.spatial_merge_size
+        patches = token_budget * merge**2
+        grid_thw = torch.zeros(max_batch_size, 3, dtype=torch.int32)
+        grid_thw[0] = torch.tensor([1, merge, patches // merge])
+        return EncoderCudaGraphCaptureInputs(
+            mm_kwargs={
+                "pixel_values": torch.zeros(
+                    patches, self.config.patch_width, device=device, dtype=dtype
+                ),
+                "max_sequences": min(token_budget, max_frames_per_batch),
+            },
+            buffers={
+                "grid_thw": grid_thw.to(device),
+                "output": torch.zeros(
+                    token_budget, self.config.output_width, device=device, dtype=dtype
+                ),
+            },
+        )
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int
+    ) -> EncoderCudaGraphReplayBuffers:
+        """The grids of the batch on the host, all slots: unused ones are zero."""
+        grids = self._grids(mm_kwargs)
+        slots = [*grids, *[(0, 0, 0)] * (max_batch_size - len(grids))]
+        return EncoderCudaGraphReplayBuffers({"grid_thw": torch.tensor(slots, dtype=torch.int32)})
+
+    @torch.no_grad()
+    def encoder_cudagraph_forward(
+        self, mm_kwargs: dict[str, Any], buffers: dict[str, Tensor]
+    ) -> Tensor:
+        """The capturable forward: static buffers in, `buffers["output"]` out."""
+        pixels, grid_thw = mm_kwargs["pixel_values"], buffers["grid_thw"]
+        out, max_sequences, seqlens = buffers["output"], mm_kwargs["max_sequences"], None
+        if grid_thw.device.type == "cpu":
+            # Nothing is captured on the CPU, and reading the grids is free: compute the real rows
+            # only.
+            grids = Grids(tuple(grid) for grid in grid_thw.tolist())
+            seqlens, patches = grids.seqlens, sum(grids.num_patches)
+            pixels, out = pixels[:patches], out[: patches // self.config.spatial_merge_size**2]
+            max_sequences = len(seqlens)
+        layout = self.make_layout(grid_thw, len(pixels), max_sequences, seqlens)
+        return self.encode(pixels, layout, out)
+
+    def encoder_eager_forward(self, mm_kwargs: dict[str, Any]) -> Tensor:
+        """The forward for a batch that no graph serves."""
+        pixel_key, grid_key = self._keys(mm_kwargs)
+        return self(mm_kwargs[pixel_key], mm_kwargs[grid_key])
+
+    @staticmethod
+    def _keys(mm_kwargs: dict[str, Any]) -> tuple[str, str]:
+        return KEYS["image" if "image_grid_thw" in mm_kwargs else "video"]
+
+    def _grids(self, mm_kwargs: dict[str, Any]) -> Grids:
+        return check_grids(mm_kwargs[self._keys(mm_kwargs)[1]], self.config.spatial_merge_size)

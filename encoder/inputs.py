@@ -1,0 +1,99 @@
+"""What a caller may hand in, checked before anything is launched."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Grid = tuple[int, int, int]
+
+
+class Grids(list[Grid]):
+    """Grids that have been checked: a list of (t, h, w) in patches, one an item."""
+
+    @property
+    def num_patches(self) -> list[int]:
+        """Patches of each item."""
+        return [t * h * w for t, h, w in self]
+
+    @property
+    def seqlens(self) -> tuple[int, ...]:
+        """Length of every sequence: h*w, once a frame."""
+        return tuple(h * w for t, h, w in self for _ in range(t))
+
+
+def check_grids(grid_thw: Any, merge_size: int = 2) -> Grids:
+    """Turn grids of any form into checked host integers.
+
+    Args:
+        grid_thw: [items, 3] of (t, h, w) in patches: a list, an array or a tensor on any device, of
+            any integer type. A tensor on a GPU costs a synchronisation.
+        merge_size: h and w must be multiples of it.
+
+    Raises:
+        ValueError: naming the item and the numbers at fault.
+    """
+    if isinstance(grid_thw, Grids):
+        return grid_thw
+    if isinstance(grid_thw, Tensor):
+        grid_thw = grid_thw.tolist() if grid_thw.ndim else [grid_thw.item()]
+    elif isinstance(grid_thw, np.ndarray):
+        grid_thw = grid_thw.tolist()
+    if not isinstance(grid_thw, Sequence):
+        raise ValueError(f"grid_thw must be [items, 3], got {type(grid_thw).__name__}")
+    grids = Grids()
+    for item, grid in enumerate(grid_thw):
+        if isinstance(grid, Tensor | np.ndarray):
+            grid = grid.tolist()
+        if not isinstance(grid, Sequence) or len(grid) != 3:
+            raise ValueError(f"item {item}: a grid has 3 values (t, h, w), got {grid!r}")
+        values = []
+        for value in grid:
+            if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
+                raise ValueError(f"item {item}: grid values must be integers, got {value!r}")
+            values.append(int(value))
+        t, h, w = values
+        if t < 1 or h < 1 or w < 1:
+            raise ValueError(f"item {item}: grid ({t}, {h}, {w}) must be positive")
+        if h % merge_size or w % merge_size:
+            raise ValueError(
+                f"item {item}: h {h} and w {w} must be multiples of the merge size {merge_size}"
+            )
+        grids.append((t, h, w))
+    return grids
+
+
+def check_pixels(pixel_values: Any, grids: Grids, patch_width: int) -> Tensor:
+    """Check that `pixel_values` holds the patches the grids describe.
+
+    Args:
+        pixel_values: [patches, patch_width], floating point, on any device, contiguous or not.
+        grids: of the same items, in the same order.
+        patch_width: 1536 for Qwen3-VL.
+
+    Raises:
+        ValueError: naming the first item that does not fit and both numbers.
+    """
+    pixels = torch.as_tensor(pixel_values)
+    if pixels.ndim != 2 or pixels.shape[1] != patch_width:
+        raise ValueError(
+            f"pixel_values has shape {tuple(pixels.shape)}, expected [patches, {patch_width}]"
+        )
+    if not pixels.is_floating_point():
+        raise ValueError(f"pixel_values has dtype {pixels.dtype}, expected a floating point type")
+    start = 0
+    for item, patches in enumerate(grids.num_patches):
+        if start + patches > pixels.shape[0]:
+            raise ValueError(
+                f"item {item} with grid {grids[item]} needs rows {start}..{start + patches - 1} of "
+                f"pixel_values, which has {pixels.shape[0]}"
+            )
+        start += patches
+    if start != pixels.shape[0]:
+        raise ValueError(
+            f"pixel_values has {pixels.shape[0]} rows, the grids of {len(grids)} items (the last "
+            f"is item {len(grids) - 1}) describe {start}"
+        )
+    return pixels

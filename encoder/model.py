@@ -1,0 +1,259 @@
+"""The Qwen3-VL vision encoder as a PyTorch module.
+
+Legend: P patches, T tokens, C hidden, H heads, D head_dim.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitgraph.encoder.attention import BACKENDS, resolve_backend
+from vitgraph.encoder.checkpoint import load_vision_weights, open_checkpoint
+from vitgraph.encoder.config import VisionConfig
+from vitgraph.encoder.cudagraph import EncoderCudaGraphMixin
+from vitgraph.encoder.inputs import check_grids, check_pixels
+from vitgraph.kernels.layer_norm import layer_norm_reference as layer_norm
+from vitgraph.kernels.layout import Layout
+from vitgraph.kernels.layout import layout_reference as layout
+from vitgraph.kernels.linear import linear_reference as linear
+from vitgraph.kernels.merger import merger_reference as merger
+from vitgraph.kernels.mlp import mlp_reference as mlp
+from vitgraph.kernels.position_embedding import position_embedding_reference as position_embedding
+from vitgraph.kernels.rotary import rotary_reference as rotary
+
+# The modules below hold parameters under the checkpoints' names; the forward pass is `encode`.
+
+
+class _PatchEmbed(nn.Module):
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.proj = nn.Linear(config.patch_width, config.hidden_size)
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+
+
+class _MLP(nn.Module):
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.linear_fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.linear_fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+
+
+class _Block(nn.Module):
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.hidden_size, eps=1e-6)
+        self.norm2 = nn.LayerNorm(config.hidden_size, eps=1e-6)
+        self.attn = _Attention(config)
+        self.mlp = _MLP(config)
+
+
+class _Merger(nn.Module):
+    def __init__(self, config: VisionConfig, norm_after_shuffle: bool) -> None:
+        super().__init__()
+        width = config.hidden_size * config.spatial_merge_size**2
+        self.norm = nn.LayerNorm(width if norm_after_shuffle else config.hidden_size, eps=1e-6)
+        self.linear_fc1 = nn.Linear(width, width)
+        self.linear_fc2 = nn.Linear(width, config.out_hidden_size)
+
+
+class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
+    """Pixels and grids in, embeddings out; inference only.
+
+    Args:
+        config: geometry.
+        device, dtype: of the parameters; dtype is float32, bfloat16 or float16.
+        attention: "auto" or a backend of `vitgraph.encoder.attention`.
+
+    Weights are random until `load_weights`; the class methods `from_pretrained` and
+    `from_transformers` fill them.
+    """
+
+    def __init__(
+        self,
+        config: VisionConfig,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        attention: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.config = config
+        with torch.device("meta"):
+            self.patch_embed = _PatchEmbed(config)
+            self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
+            self.blocks = nn.ModuleList(_Block(config) for _ in range(config.depth))
+            self.merger = _Merger(config, norm_after_shuffle=False)
+            self.deepstack_merger_list = nn.ModuleList(
+                _Merger(config, norm_after_shuffle=True) for _ in config.deepstack_visual_indexes
+            )
+        self.to(dtype).to_empty(device=device).requires_grad_(False)
+        self._attention = resolve_backend(attention, torch.device(device), dtype)
+
+    @classmethod
+    def from_pretrained(
+        cls, model: str | Path, *, revision: str | None = None, **kwargs: Any
+    ) -> "Qwen3VLVisionEncoder":
+        """Load the vision tower of a checkpoint.
+
+        Args:
+            model: local directory or hub repository id; only the shards that hold the tower are
+                read.
+            revision: of the hub repository.
+            kwargs: device, dtype, attention.
+
+        Raises:
+            ValueError: what is no checkpoint, or does not fit its own config, by name.
+        """
+        checkpoint = open_checkpoint(model, revision)
+        encoder = cls(VisionConfig.from_pretrained(model, revision), **kwargs)
+        load_vision_weights(encoder, checkpoint)
+        return encoder
+
+    @classmethod
+    def from_transformers(
+        cls, vision_model: nn.Module, *, attention: str = "auto"
+    ) -> "Qwen3VLVisionEncoder":
+        """Wrap transformers' `Qwen3VLVisionModel` (or its MoE variant's); the weights are shared,
+        not copied."""
+        weight = vision_model.patch_embed.proj.weight
+        config = VisionConfig.from_dict(vision_model.config.to_dict())
+        encoder = cls(config, device="meta", dtype=weight.dtype, attention="sdpa")
+        shared = {
+            name: parameter.detach().reshape(-1, config.patch_width)
+            if name == "patch_embed.proj.weight"
+            else parameter.detach()
+            for name, parameter in vision_model.named_parameters()
+        }
+        encoder.load_state_dict(shared, assign=True)
+        encoder.requires_grad_(False)
+        encoder._attention = resolve_backend(attention, weight.device, weight.dtype)
+        return encoder
+
+    @classmethod
+    def random(
+        cls, config: VisionConfig, *, seed: int = 0, **kwargs: Any
+    ) -> "Qwen3VLVisionEncoder":
+        """Build with random weights: matrices and tables N(0, 0.02), norms around 1; for demos and
+        benchmarks."""
+        encoder = cls(config, **kwargs)
+        generator = torch.Generator(encoder.device).manual_seed(seed)
+        for name, parameter in encoder.named_parameters():
+            parameter.normal_(std=0.02, generator=generator)
+            if "norm" in name and name.endswith("weight"):
+                parameter.add_(1)
+        return encoder
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        return self.pos_embed.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters and of the output."""
+        return self.pos_embed.weight.dtype
+
+    @property
+    def attention(self) -> str:
+        """The attention backend in use."""
+        return self._attention
+
+    @torch.no_grad()
+    def forward(self, pixel_values: Tensor, grid_thw: Any) -> Tensor:
+        """Encode items eagerly.
+
+        Args:
+            pixel_values: [patches, 1536], floating point, on any device; patches of an item are
+                consecutive and in spatial-merge order, as Qwen's processors write them.
+            grid_thw: [items, 3] integers (t, h, w) in patches, in any form (list, array, tensor).
+
+        Returns:
+            [tokens, (1 + levels) * out_hidden_size]: the merger's columns, then each deepstack
+            level's.
+
+        Raises:
+            ValueError: naming the item that does not fit, before anything runs.
+        """
+        grids = check_grids(grid_thw, self.config.spatial_merge_size)
+        pixels = check_pixels(pixel_values, grids, self.config.patch_width)
+        pixels = pixels.to(self.device, self.dtype, non_blocking=True).contiguous()
+        out = pixels.new_empty(
+            len(pixels) // self.config.spatial_merge_size**2, self.config.output_width
+        )
+        if len(grids) == 0:
+            return out
+        grid_tensor = torch.tensor(grids, dtype=torch.int32).to(self.device, non_blocking=True)
+        seqlens = grids.seqlens
+        return self.encode(
+            pixels, self.make_layout(grid_tensor, len(pixels), len(seqlens), seqlens), out
+        )
+
+    def make_layout(
+        self,
+        grid_thw: Tensor,
+        num_patches: int,
+        max_sequences: int,
+        seqlens: tuple[int, ...] | None = None,
+    ) -> Layout:
+        """Derive where the rows of a batch are; see `vitgraph.kernels.layout`."""
+        merge = self.config.spatial_merge_size
+        return layout(grid_thw, num_patches, max_sequences, merge, seqlens)
+
+    def encode(self, pixels: Tensor, layout: Layout, out: Tensor) -> Tensor:
+        """Run the forward pass; no value of a tensor is read by the host, so it can be captured.
+
+        Args:
+            pixels: [P, 1536] in the encoder's dtype; rows past the layout's may hold anything.
+            layout: where the real rows are, for the same capacity P.
+            out: [P / 4, output_width], written up to the real tokens.
+        """
+        config = self.config
+        rows, coords = layout.num_patches, layout.coords
+        slices = out.split(config.out_hidden_size, dim=1)
+        attend = BACKENDS[self._attention]
+
+        proj = self.patch_embed.proj
+        x = linear(pixels, proj.weight, proj.bias, num_rows=rows)
+        position_embedding(x, self.pos_embed.weight, coords, rows)
+        for depth, block in enumerate(self.blocks):
+            norm, attn = block.norm1, block.attn
+            fc1, fc2 = block.mlp.linear_fc1, block.mlp.linear_fc2
+            y = layer_norm(x, norm.weight, norm.bias, norm.eps, rows)
+            qkv = linear(y, attn.qkv.weight, attn.qkv.bias, num_rows=rows)
+            qkv = qkv.view(-1, 3, config.num_heads, config.head_dim)
+            rotary(qkv, coords, rows, config.rope_theta)
+            y = attend(qkv, layout)
+            x = linear(y, attn.proj.weight, attn.proj.bias, residual=x, num_rows=rows, out=x)
+            norm = block.norm2
+            y = layer_norm(x, norm.weight, norm.bias, norm.eps, rows)
+            x = mlp(y, fc1.weight, fc1.bias, fc2.weight, fc2.bias, x, num_rows=rows)
+            if depth in config.deepstack_visual_indexes:
+                level = config.deepstack_visual_indexes.index(depth)
+                self._merge(self.deepstack_merger_list[level], x, layout, slices[1 + level])
+        self._merge(self.merger, x, layout, slices[0])
+        return out
+
+    @staticmethod
+    def _merge(module: _Merger, x: Tensor, layout: Layout, out: Tensor) -> None:
+        fc1, fc2 = module.linear_fc1, module.linear_fc2
+        merger(
+            x,
+            module.norm.weight,
+            module.norm.bias,
+            fc1.weight,
+            fc1.bias,
+            fc2.weight,
+            fc2.bias,
+            eps=module.norm.eps,
+            num_patches=layout.num_patches,
+            num_tokens=layout.num_tokens,
+            out=out,
+        )

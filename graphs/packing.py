@@ -1,0 +1,66 @@
+"""Which items share a replay."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vitgraph.graphs.config import Limits
+
+
+@dataclass(frozen=True)
+class Item:
+    """Size of one item: output tokens and attention sequences (frames)."""
+
+    tokens: int
+    sequences: int = 1
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Items that run together, by ascending index; `budget` is None where they run eagerly."""
+
+    indices: tuple[int, ...]
+    tokens: int
+    budget: int | None
+
+
+def smallest_budget(budgets: Sequence[int], tokens: int) -> int | None:
+    """The smallest of the ascending `budgets` that holds `tokens`, or None."""
+    position = bisect_left(budgets, tokens)
+    return budgets[position] if position < len(budgets) else None
+
+
+def greedy(items: Sequence[Item], limits: Limits) -> list[Pack]:
+    """Fill packs in order of size, smallest items first, while tokens, items and sequences all fit.
+
+    An item that no pack can hold (more tokens than the largest budget, or more sequences than a
+    replay may have) becomes a pack of its own that runs eagerly, after the others.
+    """
+    packs: list[Pack] = []
+    eager: list[Pack] = []
+    current: list[int] = []
+    tokens = sequences = 0
+
+    def close() -> None:
+        nonlocal current, tokens, sequences
+        if current:
+            budget = smallest_budget(limits.budgets, tokens)
+            packs.append(Pack(tuple(sorted(current)), tokens, budget))
+        current, tokens, sequences = [], 0, 0
+
+    for index in sorted(range(len(items)), key=lambda i: items[i].tokens):
+        item = items[index]
+        if item.tokens > limits.budgets[-1] or item.sequences > limits.max_sequences:
+            eager.append(Pack((index,), item.tokens, None))
+            continue
+        if (
+            tokens + item.tokens > limits.budgets[-1]
+            or sequences + item.sequences > limits.max_sequences
+            or len(current) == limits.max_items
+        ):
+            close()
+        current.append(index)
+        tokens += item.tokens
+        sequences += item.sequences
+    close()
+    return packs + eager

@@ -1,0 +1,77 @@
+"""What a model must offer to be served by `EncoderCudaGraphManager`: vLLM's protocol, by the same
+names.
+
+Batches are dictionaries of keyword inputs (`mm_kwargs`); what is in them is the model's business.
+"""
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from vitgraph.encoder.cudagraph import (
+    EncoderCudaGraphCaptureInputs,
+    EncoderCudaGraphConfig,
+    EncoderCudaGraphReplayBuffers,
+)
+
+__all__ = [
+    "EncoderCudaGraphCaptureInputs",
+    "EncoderCudaGraphConfig",
+    "EncoderCudaGraphReplayBuffers",
+    "SupportsEncoderCudaGraph",
+]
+
+
+@runtime_checkable
+class SupportsEncoderCudaGraph(Protocol):
+    """Ten methods. `isinstance` checks that they exist.
+
+    Two more are used where the model has them: `check_encoder_inputs(mm_kwargs) -> mm_kwargs`
+        validates a
+    batch once before anything else, and `get_encoder_cudagraph_per_item_sequences(mm_kwargs) ->
+    list[int]` tells the attention sequences of each item (one each otherwise).
+    """
+
+    def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
+        """Describe the inputs of the graphs."""
+
+    def get_encoder_cudagraph_budget_range(self, config: Any = None) -> tuple[int, int]:
+        """Smallest and largest budget worth capturing, in output tokens."""
+
+    def get_encoder_cudagraph_num_items(self, mm_kwargs: dict[str, Any]) -> int:
+        """Items in the batch."""
+
+    def get_encoder_cudagraph_per_item_output_tokens(self, mm_kwargs: dict[str, Any]) -> list[int]:
+        """Output rows of each item."""
+
+    def get_encoder_cudagraph_per_item_input_sizes(self, mm_kwargs: dict[str, Any]) -> list[int]:
+        """Input rows of each item."""
+
+    def select_encoder_cudagraph_items(
+        self, mm_kwargs: dict[str, Any], indices: list[int]
+    ) -> dict[str, Any]:
+        """The sub-batch of `indices`, in that order."""
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self,
+        token_budget: int,
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> EncoderCudaGraphCaptureInputs:
+        """Inputs and metadata buffers of a full budget, valid for a first run."""
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int
+    ) -> EncoderCudaGraphReplayBuffers:
+        """Values of the metadata buffers for one batch; they may be shorter than the buffers."""
+
+    def encoder_cudagraph_forward(
+        self, mm_kwargs: dict[str, Any], buffers: dict[str, Tensor]
+    ) -> Tensor:
+        """The forward that is captured: no host read of a device value. Returns one row a token."""
+
+    def encoder_eager_forward(self, mm_kwargs: dict[str, Any]) -> Tensor:
+        """The forward for batches that no graph serves. Returns one row a token."""

@@ -1,0 +1,116 @@
+"""Weights from safetensors: prefixes, shards, and errors that name the tensor."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from vitgraph.encoder import Qwen3VLVisionEncoder
+from vitgraph.encoder import checkpoint as checkpoint_module
+
+
+@pytest.fixture
+def tower(reference):
+    """The tiny tower's tensors as a checkpoint stores them."""
+    return {name: tensor.clone() for name, tensor in reference.state_dict().items()}
+
+
+def write(directory, tensors, config, shards=None) -> None:
+    """A checkpoint directory; `shards` maps file name -> tensor names."""
+    (directory / "config.json").write_text(json.dumps({"vision_config": config}))
+    if shards is None:
+        save_file(tensors, directory / "model.safetensors")
+        return
+    for file, names in shards.items():
+        save_file({name: tensors[name] for name in names}, directory / file)
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("prefix", ["model.visual.", "visual.", ""])
+def test_prefixes(prefix, tower, encoder, tools, tmp_path) -> None:
+    tensors = {prefix + name: tensor for name, tensor in tower.items()}
+    if prefix:
+        tensors["model.language_model.embed_tokens.weight"] = torch.zeros(4, 4)
+    write(tmp_path, tensors, tools.tiny)
+    loaded = Qwen3VLVisionEncoder.from_pretrained(tmp_path)
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, encoder.get_parameter(name)), name
+
+
+def test_only_the_towers_shards_are_opened(tower, tools, tmp_path) -> None:
+    tensors = {f"model.visual.{name}": tensor for name, tensor in tower.items()}
+    names = sorted(tensors)
+    shards = {
+        "model-1.safetensors": names[:20],
+        "model-2.safetensors": names[20:],
+        "model-3.safetensors": ["lm_head.weight"],
+    }
+    write(tmp_path, tensors | {"lm_head.weight": torch.zeros(2, 2)}, tools.tiny, shards)
+    # A shard without tower tensors may be absent: it is never opened, nor downloaded from a hub.
+    (tmp_path / "model-3.safetensors").unlink()
+    loaded = Qwen3VLVisionEncoder.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    expected = tower["blocks.3.attn.qkv.weight"].bfloat16()
+    assert torch.equal(loaded.blocks[3].attn.qkv.weight, expected)
+
+
+def test_hub_downloads_only_what_it_needs(tower, tools, tmp_path, monkeypatch) -> None:
+    tensors = {f"visual.{name}": tensor for name, tensor in tower.items()}
+    shards = {"a.safetensors": sorted(tensors), "b.safetensors": ["lm_head.weight"]}
+    write(tmp_path, tensors | {"lm_head.weight": torch.zeros(2, 2)}, tools.tiny, shards)
+    asked = []
+
+    def download(repo: str, filename: str, revision: str | None) -> str:
+        asked.append((repo, filename, revision))
+        return str(tmp_path / filename)
+
+    monkeypatch.setattr(checkpoint_module, "hf_hub_download", download)
+    Qwen3VLVisionEncoder.from_pretrained("some/repository", revision="v1")
+    files = {filename for _, filename, _ in asked}
+    assert files == {"config.json", "model.safetensors.index.json", "a.safetensors"}
+    assert {(repo, revision) for repo, _, revision in asked} == {("some/repository", "v1")}
+
+
+def test_every_problem_is_in_one_message(tower, tools, tmp_path) -> None:
+    del tower["blocks.2.norm1.bias"]
+    tower["blocks.0.attn.qkv.bias"] = torch.zeros(7)
+    tower["blocks.9.extra"] = torch.zeros(1)
+    write(tmp_path, {f"visual.{k}": v for k, v in tower.items()}, tools.tiny)
+    with pytest.raises(ValueError) as error:
+        Qwen3VLVisionEncoder.from_pretrained(tmp_path)
+    message = str(error.value)
+    assert "missing blocks.2.norm1.bias" in message
+    assert "unexpected blocks.9.extra" in message
+    assert "blocks.0.attn.qkv.bias has shape (7,), the config wants (432,)" in message
+
+
+def test_an_index_that_lies_is_named(tower, tools, tmp_path) -> None:
+    tensors = {f"visual.{name}": tensor for name, tensor in tower.items()}
+    write(tmp_path, tensors, tools.tiny, {"a.safetensors": sorted(tensors)})
+    del tensors["visual.merger.norm.bias"]
+    save_file(tensors, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=r"missing merger.norm.bias \(the index names a.safeten"):
+        Qwen3VLVisionEncoder.from_pretrained(tmp_path)
+
+
+def test_no_checkpoint_says_what_is_missing(tools, tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"it has no config\.json"):
+        Qwen3VLVisionEncoder.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(tools.tiny))
+    with pytest.raises(
+        ValueError, match=r"neither model\.safetensors\.index\.json nor model\.safe"
+    ):
+        Qwen3VLVisionEncoder.from_pretrained(tmp_path)
+    save_file({"lm_head.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="holds no vision tower: none of its 1 tensors"):
+        Qwen3VLVisionEncoder.from_pretrained(tmp_path)
+
+
+def test_names_that_are_no_checkpoint(tmp_path) -> None:
+    (tmp_path / "weights.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match="is a file"):
+        Qwen3VLVisionEncoder.from_pretrained(tmp_path / "weights.bin")
+    with pytest.raises(ValueError, match="neither a directory nor a hub repository id"):
+        Qwen3VLVisionEncoder.from_pretrained("/no/such/place")

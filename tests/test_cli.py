@@ -1,0 +1,131 @@
+"""The command line as a user meets it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
+from vitgraph.graphs.cli import main
+from vitgraph.graphs.media import MediaLoader
+
+PHOTOS = Path(__file__).parents[1] / "graphs" / "photos"
+CAT = str(PHOTOS / "cat.jpg")
+TINY = ["--geometry", "tiny", "--device", "cpu"]
+
+
+def test_encode_writes_what_the_encoder_gives(tmp_path, capsys) -> None:
+    output = tmp_path / "embeddings.safetensors"
+    assert main(["encode", str(PHOTOS), "--batch-size", "3", "--output", str(output), *TINY]) == 0
+    tensors = load_file(output)
+    encoder = Qwen3VLVisionEncoder.random(GEOMETRIES["tiny"])
+    loader = MediaLoader()
+    assert sorted(tensors) == sorted(str(path) for path in PHOTOS.glob("*.jpg"))
+    for name, tensor in tensors.items():
+        media = loader.image(Path(name))
+        expected = encoder(media.pixel_values, [media.grid])
+        torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-4)
+    with safe_open(output, "pt") as file:
+        assert file.metadata()[CAT] == "1x18x28"
+    printed = capsys.readouterr().out
+    assert "random weights in the geometry of tiny" in printed
+    assert "4 items packed (no graph on a CPU), 0 run eagerly" in printed
+
+
+def test_encode_reports_each_item(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    config = '{"cudagraph_mm_encoder": true, "encoder_cudagraph_token_budgets": [128, 200]}'
+    files = [CAT, str(PHOTOS / "coffee.jpg")]
+    assert main(["encode", *files, "--compilation-config", config, *TINY]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if ".jpg" in line]
+    assert [row[-6:-1] for row in rows] == [
+        ["1x18x28", "126", "128", "98%", "pack"],
+        ["1x24x38", "228", "-", "-", "eager"],
+    ]
+
+
+def test_the_same_file_twice_keeps_both(tmp_path) -> None:
+    output = tmp_path / "twice.safetensors"
+    assert main(["encode", CAT, CAT, "--output", str(output), *TINY]) == 0
+    assert sorted(load_file(output)) == [CAT, f"{CAT}#2"]
+
+
+def test_keep_going(tmp_path, capsys) -> None:
+    bad = tmp_path / "bad.jpg"
+    bad.write_bytes((PHOTOS / "cat.jpg").read_bytes()[:1000])
+    output = tmp_path / "out.safetensors"
+    assert main(["encode", str(bad), CAT, *TINY, "--output", str(output)]) == 2
+    assert f"error: {bad}: " in capsys.readouterr().err.replace("\n", "")
+    assert not output.exists()
+    command = ["encode", str(bad), CAT, "--keep-going", "--output", str(output), *TINY]
+    assert main(command) == 1
+    captured = capsys.readouterr()
+    assert f"skipped {bad}: " in captured.err
+    assert "1 of 2 files could not be read" in captured.err
+    assert list(load_file(output)) == [CAT]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing to encode"),
+        ([CAT, "--model", "/no/such"], "/no/such is neither a directory nor a hub repository id"),
+        ([CAT, "--compilation-config", "{"], "not JSON"),
+        ([CAT, "--attention", "magic"], "attention backend 'magic' is none of"),
+        ([CAT, "--attention", "flash_attn", "--geometry", "tiny"], "needs CUDA and bf16 or fp16"),
+        ([CAT, "--output", "/no/such/file"], "there is no folder /no/such"),
+        ([CAT, "--batch-size", "0"], "--batch-size 0 must be at least 1"),
+    ],
+)
+def test_mistakes_exit_with_2(arguments, message, capsys) -> None:
+    assert main(["encode", *arguments, "--device", "cpu"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_cuda_without_a_gpu(capsys) -> None:
+    assert main(["encode", CAT, "--device", "cuda"]) == 2
+    assert "torch sees no CUDA GPU" in capsys.readouterr().err
+
+
+def test_encode_a_checkpoint_and_frames(tmp_path, reference, tools, capsys) -> None:
+    from PIL import Image
+
+    reference.save_pretrained(tmp_path / "model")
+    MediaLoader().processor.save_pretrained(tmp_path / "model")
+    frames = tmp_path / "frames"
+    frames.mkdir()
+    for index in range(4):
+        Image.new("RGB", (64, 64), (60 * index, 0, 0)).save(frames / f"{index}.png")
+    output = tmp_path / "out.safetensors"
+    command = ["encode", "--frames", str(frames), "--model", str(tmp_path / "model")]
+    assert main([*command, "--output", str(output), "--device", "cpu"]) == 0
+    assert "random weights" not in capsys.readouterr().out
+    (embeddings,) = load_file(output).values()
+    media = MediaLoader().video(frames)
+    truth = tools.reference_rows(reference, media.pixel_values, [media.grid])
+    assert (embeddings - truth).abs().max() < 1e-4 * truth.abs().max()
+
+
+def test_demo(capsys) -> None:
+    assert main(["demo", "--geometry", "tiny", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "equal" in printed
+    assert "5 items packed" in printed
+
+
+def test_demo_fails_when_the_outputs_differ(capsys, monkeypatch) -> None:
+    from vitgraph.graphs import demo
+
+    monkeypatch.setitem(demo.TOLERANCE, torch.float32, 0.0)
+    assert main(["demo", "--geometry", "tiny", "--device", "cpu"]) == 1
+    assert "DIFFERENT" in capsys.readouterr().out
+
+
+def test_doctor(capsys) -> None:
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("torch", "transformers", "attention", "sdpa", "flash_attn", "vLLM"):
+        assert word in printed

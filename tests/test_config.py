@@ -1,0 +1,52 @@
+"""Geometries are read from config.json, never assumed."""
+
+import json
+
+import pytest
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+
+from vitgraph.encoder import GEOMETRIES, VisionConfig
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_round_trip_through_transformers(name) -> None:
+    config = GEOMETRIES[name]
+    fields = {k: getattr(config, k) for k in config.__dataclass_fields__ if k != "rope_theta"}
+    assert VisionConfig.from_dict(Qwen3VLVisionConfig(**fields).to_dict()) == config
+
+
+def test_read_from_a_whole_models_config(tmp_path) -> None:
+    vision = {"depth": 6, "hidden_size": 128, "num_heads": 2, "out_hidden_size": 96}
+    vision |= {"intermediate_size": 200, "deepstack_visual_indexes": [1, 4]}
+    (tmp_path / "config.json").write_text(json.dumps({"vision_config": vision, "hidden_size": 7}))
+    config = VisionConfig.from_pretrained(tmp_path)
+    assert (config.depth, config.hidden_size, config.head_dim) == (6, 128, 64)
+    assert config.output_width == 3 * 96
+    assert config.patch_width == 1536
+
+
+def test_no_deepstack_levels_is_a_geometry() -> None:
+    config = VisionConfig.from_dict({"depth": 2, "hidden_size": 64, "num_heads": 1})
+    assert config.deepstack_visual_indexes == ()
+    assert config.output_width == config.out_hidden_size
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 100, "num_heads": 16}, "hidden_size 100 over num_heads 16"),
+        ({"num_position_embeddings": 2300}, "num_position_embeddings 2300 is no square"),
+        ({"deepstack_visual_indexes": (8, 27)}, "deepstack level 27 is outside the depth 27"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu' is not 'gelu_pytorch_tanh'"),
+    ],
+)
+def test_contradictions_are_named(change, message) -> None:
+    with pytest.raises(ValueError) as error:
+        VisionConfig(**change)
+    assert message in str(error.value)
+
+
+def test_other_configs_are_refused(tmp_path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
+    with pytest.raises(ValueError, match="it lacks depth, num_heads"):
+        VisionConfig.from_pretrained(tmp_path)

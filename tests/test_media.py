@@ -1,0 +1,126 @@
+"""Files to patches: what transformers' processor gives, frames paired, mistakes by name."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import Qwen2VLImageProcessorPil
+
+from vitgraph.graphs.media import MediaLoader, expand
+
+PHOTOS = Path(__file__).parents[1] / "graphs" / "photos"
+
+
+@pytest.fixture(scope="module")
+def loader() -> MediaLoader:
+    return MediaLoader(max_pixels=256 * 256)
+
+
+def frames(folder: Path, count: int, size=(96, 64)) -> Path:
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for index in range(count):
+        pixels = rng.integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{index:03}.png")
+    return folder
+
+
+def test_grids_follow_the_size() -> None:
+    media = MediaLoader().image(PHOTOS / "rocket.jpg")
+    assert media.grid == (1, 26, 40)
+    assert media.pixel_values.shape == (26 * 40, 1536)
+    assert media.pixel_values.abs().max() <= 1
+
+
+def test_max_pixels(loader) -> None:
+    t, h, w = loader.image(PHOTOS / "astronaut.jpg").grid
+    assert t * h * w * 256 <= 256 * 256
+
+
+def test_processor_of_a_checkpoint(tmp_path) -> None:
+    Qwen2VLImageProcessorPil(
+        patch_size=16, image_mean=[0.0] * 3, image_std=[1.0] * 3
+    ).save_pretrained(tmp_path)
+    media = MediaLoader(tmp_path).image(PHOTOS / "cat.jpg")
+    assert media.pixel_values.min() >= 0
+
+
+def test_a_still_video_is_its_image_repeated(loader, tmp_path) -> None:
+    folder = frames(tmp_path / "still", 1, (256, 256))
+    image = loader.image(folder / "000.png")
+    for index in range(1, 4):
+        (folder / f"{index:03}.png").write_bytes((folder / "000.png").read_bytes())
+    video = loader.video(folder)
+    assert video.modality == "video"
+    assert video.grid == (2, *image.grid[1:])
+    assert torch.equal(video.pixel_values, image.pixel_values.repeat(2, 1))
+
+
+def test_two_frames_share_a_temporal_patch(loader, tmp_path) -> None:
+    folder = frames(tmp_path / "moving", 3, (256, 256))
+    video = loader.video(folder)
+    assert video.grid == (2, 16, 16)
+    slots = video.pixel_values.view(2, 256, 3, 2, 256)
+    for index, (frame, slot) in enumerate([(0, 0), (0, 1), (1, 0)]):
+        image = loader.image(folder / f"{index:03}.png").pixel_values.view(256, 3, 2, 256)
+        assert torch.equal(slots[frame, :, :, slot], image[:, :, 0])
+    assert torch.equal(slots[1, :, :, 1], slots[1, :, :, 0]), "an odd last frame is repeated"
+
+
+def test_video_file(loader, tmp_path) -> None:
+    av = pytest.importorskip("av", reason="PyAV is not installed")
+    path = tmp_path / "clip.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 128, 96, "yuv420p"
+        for level in np.linspace(0, 255, 32):
+            image = np.full((96, 128, 3), round(level), dtype=np.uint8)
+            for packet in stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)
+    media = loader.load(path)
+    # 32 frames at 8 a second are 4 seconds: 8 frames, 4 temporal patches.
+    assert media.grid == (4, 6, 8)
+    brightness = media.pixel_values.view(4, -1).mean(1)
+    assert (brightness.diff() > 0.2).all(), "frames must keep their order"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("truncated.jpg", (PHOTOS / "cat.jpg").read_bytes()[:2000], "truncated"),
+        ("text.png", b"hello", "not an image"),
+        ("empty.jpg", b"", "not an image"),
+        ("broken.mp4", b"not a video", "broken.mp4"),
+    ],
+)
+def test_unreadable_files_are_named(name, content, message, loader, tmp_path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        loader.load(tmp_path / name)
+    assert name in str(error.value) and message in str(error.value)
+
+
+def test_missing_files_are_named(loader, tmp_path) -> None:
+    for name in ("no.jpg", "no.mp4"):
+        with pytest.raises(ValueError, match=f"{name}: no such file"):
+            loader.load(tmp_path / name)
+
+
+def test_frames_of_other_sizes_are_refused(loader, tmp_path) -> None:
+    folder = frames(tmp_path / "mixed", 2)
+    Image.new("RGB", (32, 32)).save(folder / "009.png")
+    with pytest.raises(ValueError, match=r"009\.png: a frame of \(32, 32\)"):
+        loader.video(folder)
+
+
+def test_expand_folders(tmp_path) -> None:
+    folder = frames(tmp_path / "some", 2)
+    (folder / "notes.txt").write_text("no image")
+    assert [path.name for path in expand([folder])] == ["000.png", "001.png"]
+    assert list(expand([], [folder])) == [folder]
+    with pytest.raises(ValueError, match="holds no image or video"):
+        list(expand([tmp_path]))

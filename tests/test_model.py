@@ -1,0 +1,111 @@
+"""The encoder against transformers, on real photographs and on grids at the edges."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from vitgraph.encoder import Qwen3VLVisionEncoder
+from vitgraph.graphs.media import MediaLoader
+
+PHOTOS = sorted((Path(__file__).parents[1] / "graphs" / "photos").glob("*.jpg"))
+
+GRIDS = {
+    "square": [(1, 16, 16)],
+    "published_336": [(1, 20, 20)],
+    "thinnest": [(1, 2, 196)],
+    "single_token": [(1, 2, 2)],
+    "full_hd": [(1, 68, 120)],
+    "video": [(3, 24, 40)],
+    "longer_video": [(8, 16, 24)],
+    "same_total_one_item": [(1, 16, 32)],
+    "same_total_two_items": [(1, 16, 16), (1, 16, 16)],
+    "mixed_pack": [(1, 14, 20), (2, 4, 6), (1, 2, 196), (1, 30, 42), (1, 2, 2)],
+}
+
+
+def relative_error(output: torch.Tensor, truth: torch.Tensor) -> float:
+    """Largest difference over the largest true value."""
+    return ((output.double() - truth.double()).abs().max() / truth.double().abs().max()).item()
+
+
+@pytest.mark.parametrize("grids", GRIDS.values(), ids=GRIDS)
+def test_equals_transformers_in_float32(grids, reference, encoder, tools) -> None:
+    pixels = torch.randn(tools.patches_of(grids), 1536)
+    truth = tools.reference_rows(reference, pixels, grids)
+    assert relative_error(encoder(pixels, grids), truth) < 1e-4
+
+
+@pytest.mark.parametrize("photo", PHOTOS, ids=lambda path: path.stem)
+def test_equals_transformers_on_photographs(photo, reference, encoder, tools) -> None:
+    media = MediaLoader().image(photo)
+    truth = tools.reference_rows(reference, media.pixel_values, [media.grid])
+    assert relative_error(encoder(media.pixel_values, [media.grid]), truth) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["published_336", "thinnest", "video", "mixed_pack"])
+def test_half_precision_error_is_transformers_own(name, dtype, reference, tools) -> None:
+    grids = GRIDS[name]
+    pixels = torch.randn(tools.patches_of(grids), 1536)
+    truth = tools.reference_rows(reference, pixels, grids).double()
+    half = tools.make_reference().to(dtype)
+    ours = Qwen3VLVisionEncoder.from_transformers(half)(pixels, grids).double()
+    theirs = tools.reference_rows(half, pixels, grids).double()
+    assert (ours - truth).norm() <= 1.1 * (theirs - truth).norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["published_336", "thinnest", "full_hd", "longer_video"])
+def test_half_precision_error_is_transformers_own_at_full_size(name, dtype, tools) -> None:
+    grids = GRIDS[name]
+    reference = tools.make_reference(
+        "cuda", depth=27, out_hidden_size=4096, deepstack_visual_indexes=[8, 16, 24]
+    )
+    pixels = torch.randn(tools.patches_of(grids), 1536, device="cuda")
+    truth = tools.reference_rows(reference, pixels, grids).double()
+    half = reference.to(dtype)
+    ours = Qwen3VLVisionEncoder.from_transformers(half)(pixels, grids).double()
+    theirs = tools.reference_rows(half, pixels, grids).double()
+    assert (ours - truth).norm() <= 1.1 * (theirs - truth).norm()
+
+
+def test_frames_do_not_attend_to_each_other(encoder) -> None:
+    grids, patches = [(4, 24, 40)], 24 * 40
+    pixels = torch.randn(4 * patches, 1536)
+    changed = pixels.clone()
+    changed[3 * patches :] = torch.randn(patches, 1536)
+    tokens = 3 * patches // 4
+    assert torch.equal(encoder(pixels, grids)[:tokens], encoder(changed, grids)[:tokens])
+
+
+def test_nan_stays_in_its_item(encoder) -> None:
+    grids = [(1, 8, 8), (1, 4, 6), (1, 8, 8)]
+    pixels = torch.randn(64 + 24 + 64, 1536)
+    clean = encoder(pixels, grids)
+    pixels[64 : 64 + 24] = float("nan")
+    poisoned = encoder(pixels, grids)
+    assert torch.equal(poisoned[:16], clean[:16])
+    assert torch.equal(poisoned[22:], clean[22:])
+    assert poisoned[16:22].isnan().all()
+
+
+def test_random_is_seeded(encoder) -> None:
+    one = Qwen3VLVisionEncoder.random(encoder.config, seed=3)
+    other = Qwen3VLVisionEncoder.random(encoder.config, seed=3)
+    third = Qwen3VLVisionEncoder.random(encoder.config, seed=4)
+    assert torch.equal(one.merger.linear_fc1.weight, other.merger.linear_fc1.weight)
+    assert not torch.equal(one.merger.linear_fc1.weight, third.merger.linear_fc1.weight)
+
+
+def test_from_transformers_shares_the_weights(tools) -> None:
+    reference = tools.make_reference()
+    encoder = Qwen3VLVisionEncoder.from_transformers(reference)
+    theirs = dict(reference.named_parameters())
+    for name, parameter in encoder.named_parameters():
+        assert parameter.data_ptr() == theirs[name].data_ptr(), name
+
+
+def test_no_items_give_no_tokens(encoder) -> None:
+    assert encoder(torch.empty(0, 1536), []).shape == (0, encoder.config.output_width)
