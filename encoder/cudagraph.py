@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitgraph.encoder.attention import FREE_OF_EMPTY_SEQUENCES
+from vitgraph.encoder.calibration import calibrate
 from vitgraph.encoder.inputs import Grids, check_grids, check_pixels
 
 # modality -> (key of the pixels, key of the grids)
@@ -31,6 +33,7 @@ class EncoderCudaGraphConfig:
         out_hidden_size: width of an output row.
         zero_buffers: zero input and metadata past the copied rows before a replay; False where the
             forward reads the number of real rows on the device.
+        sequences_are_free: empty sequence slots cost nothing, so replays need no limit of them.
     """
 
     modalities: tuple[str, ...]
@@ -38,6 +41,7 @@ class EncoderCudaGraphConfig:
     buffer_keys: tuple[str, ...]
     out_hidden_size: int
     zero_buffers: bool = True
+    sequences_are_free: bool = False
 
 
 @dataclass
@@ -77,6 +81,14 @@ class EncoderCudaGraphMixin:
         pixel_key, grid_key = KEYS[modality]
         grids = check_grids(mm_kwargs[grid_key], self.config.spatial_merge_size)
         pixels = check_pixels(mm_kwargs[pixel_key], grids, self.config.patch_width)
+        given_bytes, captured_bytes = (d == torch.uint8 for d in (pixels.dtype, self.pixel_dtype))
+        if given_bytes and not captured_bytes:
+            pixels = self.normalization.normalize(pixels.to(self.device), self.pixel_dtype)
+        elif captured_bytes and not given_bytes:
+            raise ValueError(
+                f"{pixel_key} has dtype {pixels.dtype}, but this encoder's graphs take uint8 "
+                f"patches (pixel_dtype=torch.uint8)"
+            )
         return {pixel_key: pixels, grid_key: grids}
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
@@ -87,6 +99,8 @@ class EncoderCudaGraphMixin:
             buffer_keys=("grid_thw",),
             out_hidden_size=self.config.output_width,
             zero_buffers=False,
+            sequences_are_free=self.auto_attention
+            or self.plan.attention in FREE_OF_EMPTY_SEQUENCES,
         )
 
     def get_encoder_cudagraph_budget_range(self, config: Any = None) -> tuple[int, int]:
@@ -149,12 +163,17 @@ class EncoderCudaGraphMixin:
         patches = token_budget * merge**2
         grid_thw = torch.zeros(max_batch_size, 3, dtype=torch.int32)
         grid_thw[0] = torch.tensor([1, merge, patches // merge])
+        plan, max_sequences = self.plan, min(token_budget, max_frames_per_batch)
+        if torch.device(device).type == "cuda" and self.ops.name == "triton":
+            plan = calibrate(self, patches, max_sequences, self.auto_attention)
+        self.plans[token_budget] = plan
         return EncoderCudaGraphCaptureInputs(
             mm_kwargs={
                 "pixel_values": torch.zeros(
-                    patches, self.config.patch_width, device=device, dtype=dtype
+                    patches, self.config.patch_width, device=device, dtype=self.pixel_dtype
                 ),
-                "max_sequences": min(token_budget, max_frames_per_batch),
+                "max_sequences": max_sequences,
+                "plan": plan,
             },
             buffers={
                 "grid_thw": grid_thw.to(device),
@@ -187,7 +206,7 @@ class EncoderCudaGraphMixin:
             pixels, out = pixels[:patches], out[: patches // self.config.spatial_merge_size**2]
             max_sequences = len(seqlens)
         layout = self.make_layout(grid_thw, len(pixels), max_sequences, seqlens)
-        return self.encode(pixels, layout, out)
+        return self.encode(pixels, layout, out, mm_kwargs["plan"])
 
     def encoder_eager_forward(self, mm_kwargs: dict[str, Any]) -> Tensor:
         """The forward for a batch that no graph serves."""

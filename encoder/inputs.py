@@ -69,7 +69,8 @@ def check_pixels(pixel_values: Any, grids: Grids, patch_width: int) -> Tensor:
     """Check that `pixel_values` holds the patches the grids describe.
 
     Args:
-        pixel_values: [patches, patch_width], floating point, on any device, contiguous or not.
+        pixel_values: [patches, patch_width], floating point or uint8, on any device, contiguous or
+            not.
         grids: of the same items, in the same order.
         patch_width: 1536 for Qwen3-VL.
 
@@ -81,8 +82,8 @@ def check_pixels(pixel_values: Any, grids: Grids, patch_width: int) -> Tensor:
         raise ValueError(
             f"pixel_values has shape {tuple(pixels.shape)}, expected [patches, {patch_width}]"
         )
-    if not pixels.is_floating_point():
-        raise ValueError(f"pixel_values has dtype {pixels.dtype}, expected a floating point type")
+    if not pixels.is_floating_point() and pixels.dtype != torch.uint8:
+        raise ValueError(f"pixel_values has dtype {pixels.dtype}, expected floats or uint8")
     start = 0
     for item, patches in enumerate(grids.num_patches):
         if start + patches > pixels.shape[0]:

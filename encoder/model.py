@@ -9,19 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitgraph.encoder.attention import BACKENDS, resolve_backend
+from vitgraph.encoder.attention import BACKENDS, Heads, resolve_backend
 from vitgraph.encoder.checkpoint import load_vision_weights, open_checkpoint
 from vitgraph.encoder.config import VisionConfig
 from vitgraph.encoder.cudagraph import EncoderCudaGraphMixin
 from vitgraph.encoder.inputs import check_grids, check_pixels
-from vitgraph.kernels.layer_norm import layer_norm_reference as layer_norm
+from vitgraph.encoder.operations import OpsName, Plan, resolve_operations
 from vitgraph.kernels.layout import Layout
-from vitgraph.kernels.layout import layout_reference as layout
-from vitgraph.kernels.linear import linear_reference as linear
-from vitgraph.kernels.merger import merger_reference as merger
-from vitgraph.kernels.mlp import mlp_reference as mlp
-from vitgraph.kernels.position_embedding import position_embedding_reference as position_embedding
-from vitgraph.kernels.rotary import rotary_reference as rotary
+from vitgraph.kernels.linear import PixelNormalization
+from vitgraph.kernels.rotary import rotary_frequencies
 
 # The modules below hold parameters under the checkpoints' names; the forward pass is `encode`.
 
@@ -71,6 +67,9 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         config: geometry.
         device, dtype: of the parameters; dtype is float32, bfloat16 or float16.
         attention: "auto" or a backend of `vitgraph.encoder.attention`.
+        ops: "triton" kernels, plain "torch" operations, or "auto": Triton on a GPU.
+        pixel_dtype: what graphs are captured for: None for `dtype`, or torch.uint8 for patches that
+            are normalised on load; the eager forward takes both.
 
     Weights are random until `load_weights`; the class methods `from_pretrained` and
     `from_transformers` fill them.
@@ -83,9 +82,15 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         attention: str = "auto",
+        ops: OpsName = "auto",
+        pixel_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if pixel_dtype not in (None, dtype, torch.uint8):
+            raise ValueError(f"pixel_dtype {pixel_dtype} is neither {dtype} nor torch.uint8")
         self.config = config
+        self.normalization = PixelNormalization((0.5,) * 3, (0.5,) * 3)
+        self.pixel_dtype = pixel_dtype or dtype
         with torch.device("meta"):
             self.patch_embed = _PatchEmbed(config)
             self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
@@ -95,7 +100,17 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
                 _Merger(config, norm_after_shuffle=True) for _ in config.deepstack_visual_indexes
             )
         self.to(dtype).to_empty(device=device).requires_grad_(False)
-        self._attention = resolve_backend(attention, torch.device(device), dtype)
+        self._settle(torch.device(device), attention, ops)
+
+    def _settle(self, device: torch.device, attention: str, ops: str) -> None:
+        """Choose what depends on where the parameters live."""
+        if device.type != "meta":
+            frequencies = rotary_frequencies(self.config.head_dim, self.config.rope_theta, device)
+            self.register_buffer("frequencies", frequencies, persistent=False)
+            self.ops = resolve_operations(ops, device)
+            self.plan = Plan(resolve_backend(attention, device, self.dtype))
+            self.auto_attention = attention == "auto"
+            self.plans: dict[int, Plan] = {}
 
     @classmethod
     def from_pretrained(
@@ -107,7 +122,7 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
             model: local directory or hub repository id; only the shards that hold the tower are
                 read.
             revision: of the hub repository.
-            kwargs: device, dtype, attention.
+            kwargs: device, dtype, attention, ops, pixel_dtype.
 
         Raises:
             ValueError: what is no checkpoint, or does not fit its own config, by name.
@@ -119,13 +134,18 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
 
     @classmethod
     def from_transformers(
-        cls, vision_model: nn.Module, *, attention: str = "auto"
+        cls,
+        vision_model: nn.Module,
+        *,
+        attention: str = "auto",
+        ops: OpsName = "auto",
+        pixel_dtype: torch.dtype | None = None,
     ) -> "Qwen3VLVisionEncoder":
         """Wrap transformers' `Qwen3VLVisionModel` (or its MoE variant's); the weights are shared,
         not copied."""
         weight = vision_model.patch_embed.proj.weight
         config = VisionConfig.from_dict(vision_model.config.to_dict())
-        encoder = cls(config, device="meta", dtype=weight.dtype, attention="sdpa")
+        encoder = cls(config, device="meta", dtype=weight.dtype, pixel_dtype=pixel_dtype)
         shared = {
             name: parameter.detach().reshape(-1, config.patch_width)
             if name == "patch_embed.proj.weight"
@@ -134,7 +154,7 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         }
         encoder.load_state_dict(shared, assign=True)
         encoder.requires_grad_(False)
-        encoder._attention = resolve_backend(attention, weight.device, weight.dtype)
+        encoder._settle(weight.device, attention, ops)
         return encoder
 
     @classmethod
@@ -162,9 +182,14 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         return self.pos_embed.weight.dtype
 
     @property
+    def heads(self) -> Heads:
+        """What attention needs to know."""
+        return Heads(self.config.num_heads, self.config.head_dim, self.dtype)
+
+    @property
     def attention(self) -> str:
         """The attention backend in use."""
-        return self._attention
+        return self.plan.attention
 
     @torch.no_grad()
     def forward(self, pixel_values: Tensor, grid_thw: Any) -> Tensor:
@@ -184,10 +209,10 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         """
         grids = check_grids(grid_thw, self.config.spatial_merge_size)
         pixels = check_pixels(pixel_values, grids, self.config.patch_width)
-        pixels = pixels.to(self.device, self.dtype, non_blocking=True).contiguous()
-        out = pixels.new_empty(
-            len(pixels) // self.config.spatial_merge_size**2, self.config.output_width
-        )
+        dtype = torch.uint8 if pixels.dtype == torch.uint8 else self.dtype
+        pixels = pixels.to(self.device, non_blocking=True).to(dtype).contiguous()
+        tokens = len(pixels) // self.config.spatial_merge_size**2
+        out = torch.empty(tokens, self.config.output_width, dtype=self.dtype, device=self.device)
         if len(grids) == 0:
             return out
         grid_tensor = torch.tensor(grids, dtype=torch.int32).to(self.device, non_blocking=True)
@@ -205,46 +230,75 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
     ) -> Layout:
         """Derive where the rows of a batch are; see `vitgraph.kernels.layout`."""
         merge = self.config.spatial_merge_size
-        return layout(grid_thw, num_patches, max_sequences, merge, seqlens)
+        return self.ops.layout(grid_thw, num_patches, max_sequences, merge, seqlens)
 
-    def encode(self, pixels: Tensor, layout: Layout, out: Tensor) -> Tensor:
+    def encode(
+        self, pixels: Tensor, layout: Layout, out: Tensor, plan: Plan | None = None
+    ) -> Tensor:
         """Run the forward pass; no value of a tensor is read by the host, so it can be captured.
 
         Args:
-            pixels: [P, 1536] in the encoder's dtype; rows past the layout's may hold anything.
+            pixels: [P, 1536] in the encoder's dtype or uint8; rows past the layout's may hold
+                anything.
             layout: where the real rows are, for the same capacity P.
             out: [P / 4, output_width], written up to the real tokens.
+            plan: how this capacity is computed; None takes the encoder's default.
         """
-        config = self.config
-        rows, coords = layout.num_patches, layout.coords
+        config, ops, plan = self.config, self.ops, plan or self.plan
+        rows, coords, provider = layout.num_patches, layout.coords, plan.providers.get
         slices = out.split(config.out_hidden_size, dim=1)
-        attend = BACKENDS[self._attention]
+        attend = BACKENDS[plan.attention](layout, self.heads)
+        mlp_providers = (provider("fc1"), provider("fc2"))
 
         proj = self.patch_embed.proj
-        x = linear(pixels, proj.weight, proj.bias, num_rows=rows)
-        position_embedding(x, self.pos_embed.weight, coords, rows)
+        normalization = self.normalization if pixels.dtype == torch.uint8 else None
+        x = ops.linear(
+            pixels,
+            proj.weight,
+            proj.bias,
+            num_rows=rows,
+            normalization=normalization,
+            provider=provider("embed"),
+        )
+        ops.position_embedding(x, self.pos_embed.weight, coords, rows)
         for depth, block in enumerate(self.blocks):
             norm, attn = block.norm1, block.attn
-            fc1, fc2 = block.mlp.linear_fc1, block.mlp.linear_fc2
-            y = layer_norm(x, norm.weight, norm.bias, norm.eps, rows)
-            qkv = linear(y, attn.qkv.weight, attn.qkv.bias, num_rows=rows)
-            qkv = qkv.view(-1, 3, config.num_heads, config.head_dim)
-            rotary(qkv, coords, rows, config.rope_theta)
-            y = attend(qkv, layout)
-            x = linear(y, attn.proj.weight, attn.proj.bias, residual=x, num_rows=rows, out=x)
-            norm = block.norm2
-            y = layer_norm(x, norm.weight, norm.bias, norm.eps, rows)
-            x = mlp(y, fc1.weight, fc1.bias, fc2.weight, fc2.bias, x, num_rows=rows)
+            y = ops.layer_norm(x, norm.weight, norm.bias, norm.eps, rows)
+            qkv, proj = attn.qkv, attn.proj
+            y = ops.linear(y, qkv.weight, qkv.bias, num_rows=rows, provider=provider("qkv"))
+            y = y.view(-1, 3, config.num_heads, config.head_dim)
+            y = attend(ops.rotary(y, coords, self.frequencies, rows))
+            x = ops.linear(
+                y,
+                proj.weight,
+                proj.bias,
+                residual=x,
+                num_rows=rows,
+                out=x,
+                provider=provider("proj"),
+            )
+            norm, fc1, fc2 = block.norm2, block.mlp.linear_fc1, block.mlp.linear_fc2
+            y = ops.layer_norm(x, norm.weight, norm.bias, norm.eps, rows)
+            x = ops.mlp(
+                y,
+                fc1.weight,
+                fc1.bias,
+                fc2.weight,
+                fc2.bias,
+                residual=x,
+                num_rows=rows,
+                out=x,
+                providers=mlp_providers,
+            )
             if depth in config.deepstack_visual_indexes:
                 level = config.deepstack_visual_indexes.index(depth)
-                self._merge(self.deepstack_merger_list[level], x, layout, slices[1 + level])
-        self._merge(self.merger, x, layout, slices[0])
+                self._merge(self.deepstack_merger_list[level], x, layout, slices[1 + level], plan)
+        self._merge(self.merger, x, layout, slices[0], plan)
         return out
 
-    @staticmethod
-    def _merge(module: _Merger, x: Tensor, layout: Layout, out: Tensor) -> None:
+    def _merge(self, module: _Merger, x: Tensor, layout: Layout, out: Tensor, plan: Plan) -> None:
         fc1, fc2 = module.linear_fc1, module.linear_fc2
-        merger(
+        self.ops.merger(
             x,
             module.norm.weight,
             module.norm.bias,
@@ -256,4 +310,5 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
             num_patches=layout.num_patches,
             num_tokens=layout.num_tokens,
             out=out,
+            providers=(plan.providers.get("merger_fc1"), plan.providers.get("merger_fc2")),
         )

@@ -1,4 +1,4 @@
-"""Command line: `vitgraph encode`, `vitgraph demo`, `vitgraph doctor`."""
+"""Command line: `vitgraph encode`, `demo`, `precompile`, `doctor`."""
 
 import argparse
 import sys
@@ -62,6 +62,21 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", parents=[common], help="encode the shipped photographs")
     demo.set_defaults(run=_demo)
 
+    precompile = commands.add_parser(
+        "precompile", help="fill Triton's cache for a GPU that is not here"
+    )
+    precompile.add_argument("--arch", default="sm_90", help="sm_80, sm_90 or sm_100")
+    tower = precompile.add_mutually_exclusive_group()
+    tower.add_argument("--geometry", choices=sorted(GEOMETRIES), default="8b")
+    tower.add_argument("--model", default=None, help="checkpoint whose config.json to use")
+    precompile.add_argument(
+        "--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16"
+    )
+    precompile.add_argument(
+        "--budgets", type=int, nargs="+", default=None, metavar="N", help="capacities in tokens"
+    )
+    precompile.set_defaults(run=_precompile)
+
     doctor = commands.add_parser("doctor", help="what is installed and what works here")
     doctor.set_defaults(run=_doctor)
     return parser
@@ -77,6 +92,12 @@ def _demo(args: argparse.Namespace) -> int:
     from vitgraph.graphs.demo import demo
 
     return demo(args, console)
+
+
+def _precompile(args: argparse.Namespace) -> int:
+    from vitgraph.graphs.precompile import precompile_command
+
+    return precompile_command(args, console)
 
 
 def _doctor(args: argparse.Namespace) -> int:

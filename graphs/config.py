@@ -21,8 +21,9 @@ class CompilationConfig:
         encoder_cudagraph_max_images_per_batch: items in one replay; 0 infers max_budget //
             min_budget, never above the smallest budget.
             `encoder_cudagraph_max_vision_items_per_batch` is the same.
-        encoder_cudagraph_max_frames_per_batch: attention sequences (frames) in one replay; None
-            infers the number of items, at least 64.
+        encoder_cudagraph_max_frames_per_batch: attention sequences (frames) in one replay; None: no
+            limit where the attention backend does not pay for empty ones, else the number of items
+            and at least 64.
 
     Raises:
         ValueError: an impossible value, naming the field and the numbers.
@@ -113,7 +114,9 @@ def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
     return tuple(budgets)
 
 
-def infer_limits(config: CompilationConfig, budget_range: tuple[int, int]) -> Limits:
+def infer_limits(
+    config: CompilationConfig, budget_range: tuple[int, int], sequences_are_free: bool = False
+) -> Limits:
     """Fill what the configuration leaves open from the model's budget range.
 
     A replay of the smallest budget must be able to hold the most items with one token each, so the
@@ -134,7 +137,9 @@ def infer_limits(config: CompilationConfig, budget_range: tuple[int, int]) -> Li
         )
     if max_items == 0:
         max_items = min(max(largest // smallest, 1), budgets[0])
-    max_sequences = config.encoder_cudagraph_max_frames_per_batch or max(max_items, 64)
+    # A sequence has at least one token, so no more of them than tokens can ever be needed.
+    needed = budgets[-1] if sequences_are_free else max(max_items, 64)
+    max_sequences = config.encoder_cudagraph_max_frames_per_batch or needed
     return Limits(budgets, max_items, max_sequences)
 
 

@@ -74,8 +74,12 @@ class EncoderCudaGraphManager:
         self.config = config or CompilationConfig()
         self.device = torch.device(device or getattr(model, "device", "cpu"))
         self.dtype = dtype or getattr(model, "dtype", torch.float32)
-        self.limits = infer_limits(self.config, model.get_encoder_cudagraph_budget_range())
         self.graph_config = model.get_encoder_cudagraph_config()
+        self.limits = infer_limits(
+            self.config,
+            model.get_encoder_cudagraph_budget_range(),
+            self.graph_config.sequences_are_free,
+        )
         self.statistics = Statistics(self.limits.budgets, log_interval)
         self.profile = profile
         self.last_plan: list[Pack] = []

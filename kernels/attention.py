@@ -1,10 +1,31 @@
-"""Packed varlen attention: softmax(q k^T / sqrt(D)) v inside each sequence, non-causal, all
-heads."""
+"""Packed varlen attention: softmax(q k^T / sqrt(D)) v inside each sequence, non-causal, all heads.
+
+The kernel is persistent over a tile table that a small kernel builds on the device, once per
+forward, from the offsets of the sequences: rows and sequence slots that a batch does not use cost
+nothing, and no length is ever read on the host. An item of work is one tile (BLOCK_M query rows of
+one sequence) of one head. Tiles start at their sequence's first row, so a sequence's result does
+not depend on where it is packed; long sequences come first and programs draw items from a counter,
+which balances mixed lengths.
+
+A head of D values is computed as a power of two and a tail (72 = 64 + 16 with 8 columns of zeros).
+
+Legend: P patches, S sequences, H heads, D head_dim.
+"""
 
 import itertools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from vitgraph.kernels.launch import capability_of, num_multiprocessors
+
+if TYPE_CHECKING:
+    from vitgraph.kernels.attention_sm90 import AttentionSm90Config
 
 
 def attention_reference(
@@ -25,3 +46,374 @@ def attention_reference(
         scores = q @ k.transpose(-1, -2) / head_dim**0.5
         out[start:end] = (torch.softmax(scores, dim=-1) @ v).transpose(0, 1)
     return out.flatten(1)
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """How one launch is tiled.
+
+    Attributes:
+        block_m, block_n: query rows of a tile, keys of a step.
+        programs_per_sm: how many programs fit an SM beside each other; the launch fills the GPU.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int = 4
+    num_stages: int = 3
+    programs_per_sm: int = 2
+    can_split: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class AttentionTiles:
+    """The work of one batch, shared by all layers of a forward. Two launches that share it must not
+    run at the same time: they draw from one counter.
+
+    Attributes:
+        config: the tiling the table was built for.
+        table: int32 [P // block_m + S, 3], (first query row, sequence start, sequence end) of each
+            tile, tiles of long sequences first.
+        state: int32; number of tiles, item counter, then the plan of `_plan_split`: first item that
+            is split, number of those, parts of each; from 8 on, one counter a part. Counters are
+            zero between launches: whoever draws the last item puts them back.
+        partials: float32 workspace of the parts, or None where nothing is ever split.
+    """
+
+    config: "AttentionConfig | AttentionSm90Config"
+    table: Tensor
+    state: Tensor
+    partials: Tensor | None
+
+
+@triton.jit
+def _lengths(cu_seqlens_ptr, sequences, num_sequences):
+    """Length of each of `sequences`, zero where there is none."""
+    mask = sequences < num_sequences
+    starts = tl.load(cu_seqlens_ptr + sequences, mask=mask, other=0)
+    return tl.load(cu_seqlens_ptr + sequences + 1, mask=mask, other=0) - starts
+
+
+@triton.jit
+def _plan_split(
+    cu_seqlens_ptr,
+    num_sequences,
+    HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Split the last items of the long sequences along their keys, so that the last round of
+    programs has work for all: (first item to split, how many, parts of each)."""
+    longest = 0
+    for base in range(0, num_sequences, BLOCK_S):
+        lengths = _lengths(cu_seqlens_ptr, base + tl.arange(0, BLOCK_S), num_sequences)
+        longest = tl.maximum(longest, tl.max(lengths))
+    tiles = 0
+    least = longest
+    short_work = 0
+    for base in range(0, num_sequences, BLOCK_S):
+        lengths = _lengths(cu_seqlens_ptr, base + tl.arange(0, BLOCK_S), num_sequences)
+        is_long = 2 * lengths > longest
+        counts = tl.cdiv(lengths, BLOCK_M)
+        tiles += tl.sum(tl.where(is_long, counts, 0))
+        least = tl.minimum(least, tl.min(tl.where(is_long, lengths, longest)))
+        short_work += tl.sum(tl.where(is_long, 0, counts * tl.cdiv(lengths, BLOCK_N)))
+    last_round = tiles * HEADS % PROGRAMS
+
+    steps = tl.cdiv(least, BLOCK_N)
+    best = steps
+    parts = 1
+    for k in tl.static_range(2, 9):
+        # Leaving and joining parts takes as long as about four steps.
+        cost = tl.cdiv(last_round * k, PROGRAMS) * tl.cdiv(steps, k) + 4
+        better = (last_round * k <= MAX_PARTS) & (steps >= 4 * k) & (cost < best)
+        parts = tl.where(better, k, parts)
+        best = tl.where(better, cost, best)
+    # Enough short sequences fill the last round of the long ones anyway.
+    parts = tl.where(short_work * HEADS >= (PROGRAMS - last_round) * steps, 1, parts)
+    num_split = tl.where(parts > 1, last_round, 0)
+    return tiles * HEADS - num_split, num_split, parts
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def attention_tiles_kernel(
+    cu_seqlens_ptr,  # int32 [S + 1]
+    table_ptr,  # int32 [P // BLOCK_M + S, 3]
+    state_ptr,  # int32 [8 + counters]
+    num_sequences,
+    HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    COUNTERS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """One program a sequence: count the tiles of all longer sequences, then write its own."""
+    sequence = tl.program_id(0)
+    exists = sequence < num_sequences
+    start = tl.load(cu_seqlens_ptr + sequence, mask=exists, other=0)
+    end = tl.load(cu_seqlens_ptr + sequence + 1, mask=exists, other=0)
+    length = end - start
+
+    first_tile = 0
+    num_tiles = 0
+    for base in range(0, num_sequences, BLOCK_S):
+        others = base + tl.arange(0, BLOCK_S)
+        lengths = _lengths(cu_seqlens_ptr, others, num_sequences)
+        counts = tl.cdiv(lengths, BLOCK_M)
+        before = (lengths > length) | ((lengths == length) & (others < sequence))
+        first_tile += tl.sum(tl.where(before, counts, 0))
+        num_tiles += tl.sum(counts)
+    if sequence == 0:
+        tl.store(state_ptr, num_tiles)
+        tl.store(state_ptr + 1, 0)
+        if MAX_PARTS > 0:
+            first_split, num_split, parts = _plan_split(
+                cu_seqlens_ptr, num_sequences, HEADS, BLOCK_M, BLOCK_N, PROGRAMS, MAX_PARTS, BLOCK_S
+            )
+            tl.store(state_ptr + 2, first_split)
+            tl.store(state_ptr + 3, num_split)
+            tl.store(state_ptr + 4, parts)
+            for base in range(0, COUNTERS, BLOCK_T):
+                counter = base + tl.arange(0, BLOCK_T)
+                tl.store(state_ptr + 8 + counter, 0, mask=counter < COUNTERS)
+
+    for base in range(0, tl.cdiv(length, BLOCK_M), BLOCK_T):
+        tile = base + tl.arange(0, BLOCK_T)
+        mask = tile < tl.cdiv(length, BLOCK_M)
+        entry_ptr = table_ptr + (first_tile + tile) * 3
+        tl.store(entry_ptr, start + tile * BLOCK_M, mask=mask)
+        tl.store(entry_ptr + 1, tl.zeros_like(tile) + start, mask=mask)
+        tl.store(entry_ptr + 2, tl.zeros_like(tile) + end, mask=mask)
+
+
+@triton.jit
+def _load_rows(
+    qkv_ptr,
+    plane,  # part * HEADS + head
+    first_row,
+    end,
+    COLUMN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """[ROWS, COLUMNS] of one plane from (first_row, COLUMN); zero past `end` and past the head."""
+    rows = first_row + tl.arange(0, ROWS)
+    columns = COLUMN + tl.arange(0, COLUMNS)
+    row_offsets = rows.to(tl.int64) * (3 * HEADS * HEAD_DIM)
+    pointers = qkv_ptr + row_offsets[:, None] + (plane * HEAD_DIM + columns)[None, :]
+    mask = rows[:, None] < end
+    if COLUMN + COLUMNS > HEAD_DIM:
+        mask = mask & (columns[None, :] < HEAD_DIM)
+    return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def _attend(
+    q,  # [BLOCK_M, HEAD]
+    q_tail,  # [BLOCK_M, TAIL]
+    acc,  # float32 [BLOCK_M, HEAD]
+    acc_tail,  # float32 [BLOCK_M, TAIL]
+    row_max,  # float32 [BLOCK_M], scaled
+    row_sum,  # float32 [BLOCK_M]
+    qkv_ptr,
+    head,
+    first_key,
+    end,
+    scale_log2,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One step of the online softmax, over BLOCK_N keys."""
+    k_plane = HEADS + head
+    v_plane = 2 * HEADS + head
+    k = _load_rows(qkv_ptr, k_plane, first_key, end, 0, BLOCK_N, HEAD, HEADS, HEAD_DIM)
+    scores = tl.dot(q, k.T, input_precision="ieee")
+    if HEAD_DIM > HEAD:
+        k_tail = _load_rows(qkv_ptr, k_plane, first_key, end, HEAD, BLOCK_N, TAIL, HEADS, HEAD_DIM)
+        scores = tl.dot(q_tail, k_tail.T, scores, input_precision="ieee")
+    keys = first_key + tl.arange(0, BLOCK_N)
+    scores = tl.where(keys[None, :] < end, scores, float("-inf"))
+
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+    weights = tl.exp2(scores * scale_log2 - new_max[:, None])
+    correction = tl.exp2(row_max - new_max)
+    row_sum = row_sum * correction + tl.sum(weights, 1)
+
+    # A weight of zero does not silence a NaN: v is zero past the end, not merely unweighted.
+    v = _load_rows(qkv_ptr, v_plane, first_key, end, 0, BLOCK_N, HEAD, HEADS, HEAD_DIM)
+    weights = weights.to(v.dtype)
+    acc = tl.dot(weights, v, acc * correction[:, None], input_precision="ieee")
+    if HEAD_DIM > HEAD:
+        v_tail = _load_rows(qkv_ptr, v_plane, first_key, end, HEAD, BLOCK_N, TAIL, HEADS, HEAD_DIM)
+        acc_tail = tl.dot(weights, v_tail, acc_tail * correction[:, None], input_precision="ieee")
+    return acc, acc_tail, new_max, row_sum
+
+
+@triton.jit
+def attention_kernel(
+    qkv_ptr,  # [P, 3, HEADS, HEAD_DIM]
+    out_ptr,  # [P, HEADS * HEAD_DIM]
+    table_ptr,  # int32 [tiles, 3]
+    state_ptr,  # int32, number of tiles and item counter first
+    scale_log2,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Persistent: attend the items (tile, head) that this program draws from the counter."""
+    num_items = tl.load(state_ptr) * HEADS
+    item = tl.program_id(0)
+    while item < num_items:
+        # Drawn early, so that its latency hides behind the item. There are as many draws as items.
+        ticket = tl.atomic_add(state_ptr + 1, 1, sem="relaxed")
+        if ticket == num_items - 1:
+            tl.store(state_ptr + 1, 0)
+
+        entry_ptr = table_ptr + (item // HEADS) * 3
+        head = item % HEADS
+        first_row = tl.load(entry_ptr)
+        start = tl.load(entry_ptr + 1)
+        end = tl.load(entry_ptr + 2)
+
+        q = _load_rows(qkv_ptr, head, first_row, end, 0, BLOCK_M, HEAD, HEADS, HEAD_DIM)
+        q_tail = q
+        if HEAD_DIM > HEAD:
+            q_tail = _load_rows(qkv_ptr, head, first_row, end, HEAD, BLOCK_M, TAIL, HEADS, HEAD_DIM)
+        acc = tl.zeros([BLOCK_M, HEAD], tl.float32)
+        acc_tail = tl.zeros([BLOCK_M, TAIL], tl.float32)
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+
+        for first_key in range(start, end, BLOCK_N):
+            acc, acc_tail, row_max, row_sum = _attend(
+                q, q_tail, acc, acc_tail, row_max, row_sum, qkv_ptr, head, first_key, end,
+                scale_log2, HEADS, HEAD_DIM, HEAD, TAIL, BLOCK_N,
+            )  # fmt: skip
+
+        inverse_sum = 1.0 / row_sum
+        rows = first_row + tl.arange(0, BLOCK_M)
+        row_mask = rows[:, None] < end
+        out_rows = out_ptr + rows.to(tl.int64)[:, None] * (HEADS * HEAD_DIM) + head * HEAD_DIM
+        columns = tl.arange(0, HEAD)[None, :]
+        tl.store(out_rows + columns, acc * inverse_sum[:, None], mask=row_mask)
+        if HEAD_DIM > HEAD:
+            columns = HEAD + tl.arange(0, TAIL)[None, :]
+            tl.store(
+                out_rows + columns,
+                acc_tail * inverse_sum[:, None],
+                mask=row_mask & (columns < HEAD_DIM),
+            )
+        item = ticket + tl.num_programs(0)
+
+
+def attention_config(
+    num_patches: int,
+    num_sequences: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> "AttentionConfig | AttentionSm90Config":
+    """Choose the tiling for a capacity of `num_patches` rows and `num_sequences` sequences."""
+    if capability_of(device) == (0, 0):  # the interpreter
+        return AttentionConfig(32, 32)
+    if dtype == torch.float32:
+        return AttentionConfig(32, 32, num_stages=2, programs_per_sm=4)
+    from vitgraph.kernels.attention_sm90 import attention_sm90_config
+
+    config = attention_sm90_config(num_patches, num_sequences, head_dim, device)
+    if config is not None:
+        return config
+    # 128 query rows would spill everywhere but on Hopper, which has its own tier for them.
+    return AttentionConfig(64, 64, programs_per_sm=2)
+
+
+def attention_tiles(
+    cu_seqlens: Tensor,  # [S + 1]
+    num_patches: int,
+    num_heads: int,
+    config: "AttentionConfig | AttentionSm90Config",
+) -> AttentionTiles:
+    """Build the tile table of a batch on the device.
+
+    Args:
+        cu_seqlens: int32 [S + 1], never falling; empty sequences are free.
+        num_patches: capacity P, at least the last offset.
+    """
+    num_sequences = cu_seqlens.shape[0] - 1
+    programs = num_multiprocessors(cu_seqlens.device)
+    table = cu_seqlens.new_empty(max(num_patches // config.block_m + num_sequences, 1), 3)
+    max_parts = 2 * programs if config.can_split else 0
+    counters = max_parts * config.block_m // 64  # one for every warpgroup of a part
+    state = cu_seqlens.new_empty(8 + counters)
+    partials = None
+    if config.can_split:
+        partials = state.new_empty(max_parts * config.block_m, 96, dtype=torch.float32)
+    attention_tiles_kernel[(max(num_sequences, 1),)](
+        cu_seqlens, table, state, num_sequences,
+        HEADS=num_heads, BLOCK_M=config.block_m, BLOCK_N=config.block_n, PROGRAMS=programs,
+        MAX_PARTS=max_parts, COUNTERS=counters, BLOCK_S=128, BLOCK_T=128, num_warps=4,
+    )  # fmt: skip
+    return AttentionTiles(config, table, state, partials)
+
+
+def attention(
+    qkv: Tensor,  # [P, 3, H, D]
+    cu_seqlens: Tensor,  # [S + 1]
+    *,
+    tiles: AttentionTiles | None = None,
+    out: Tensor | None = None,  # [P, H * D]
+) -> Tensor:
+    """Attend inside each sequence; rows outside every sequence are neither used nor written.
+
+    Args:
+        qkv: contiguous [P, 3, H, D], float16, bfloat16 or float32; D a multiple of 8 from 16.
+        cu_seqlens: int32 [S + 1] on the device of `qkv`, never falling.
+        tiles: the table of `attention_tiles` for these offsets, built here if None.
+        out: where to store, contiguous [P, H * D].
+    """
+    num_patches, parts, num_heads, head_dim = qkv.shape
+    if parts != 3 or not qkv.is_contiguous():
+        raise ValueError(f"qkv must be contiguous [P, 3, H, D], got {tuple(qkv.shape)}")
+    if head_dim < 16 or head_dim % 8:
+        raise ValueError(f"head_dim must be a multiple of 8 from 16 on, got {head_dim}")
+    if out is None:
+        out = qkv.new_empty(num_patches, num_heads * head_dim)
+    if num_patches == 0:
+        return out
+    if tiles is None:
+        num_sequences = cu_seqlens.shape[0] - 1
+        config = attention_config(num_patches, num_sequences, head_dim, qkv.dtype, qkv.device)
+        tiles = attention_tiles(cu_seqlens, num_patches, num_heads, config)
+    config = tiles.config
+
+    scale_log2 = math.log2(math.e) / head_dim**0.5
+    programs = num_multiprocessors(qkv.device)
+    if not isinstance(config, AttentionConfig):
+        from vitgraph.kernels.attention_sm90 import launch_attention_sm90
+
+        launch_attention_sm90(qkv, out, tiles, scale_log2, programs)
+        return out
+    head = 1 << (head_dim.bit_length() - 1)
+    tail = max(16, triton.next_power_of_2(head_dim - head))
+    programs = min(programs * config.programs_per_sm, tiles.table.shape[0] * num_heads)
+    attention_kernel[(programs,)](
+        qkv, out, tiles.table, tiles.state, scale_log2,
+        HEADS=num_heads, HEAD_DIM=head_dim, HEAD=head, TAIL=tail,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return out

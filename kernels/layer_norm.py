@@ -1,8 +1,99 @@
 """LayerNorm over the last dimension: (x - mean) / sqrt(var + eps) * weight + bias, statistics in
 float32."""
 
+import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from vitgraph.kernels.launch import num_programs, row_count
+
+MAX_WIDTH = 8192  # a row stays in the registers of one program
+
+
+@triton.jit(do_not_specialize=["max_rows"])
+def layer_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    num_rows_ptr,
+    out_ptr,
+    x_stride,
+    max_rows,
+    eps,
+    WIDTH: tl.constexpr,
+    MAIN: tl.constexpr,
+    REST: tl.constexpr,
+):
+    # a row in two powers of two: 1152 = 1024 + 128 leaves no lane idle and registers for more rows
+    main, rest = tl.arange(0, MAIN), MAIN + tl.arange(0, REST)
+    inside = rest < WIDTH
+    num_rows = row_count(num_rows_ptr, max_rows)
+    first, step = tl.program_id(0), tl.num_programs(0)
+    row_ptr = x_ptr + tl.cast(first, tl.int64) * x_stride
+    next_main = tl.load(row_ptr + main, mask=first < num_rows, other=0.0)
+    next_rest = tl.load(row_ptr + rest, mask=inside & (first < num_rows), other=0.0)
+    for row in tl.range(first, num_rows, step):
+        # the next row is on its way while this one is reduced
+        x_main, x_rest = next_main.to(tl.float32), next_rest.to(tl.float32)
+        start = tl.cast(row, tl.int64)
+        row_ptr = x_ptr + (start + step) * x_stride
+        next_main = tl.load(row_ptr + main, mask=row + step < num_rows, other=0.0)
+        next_rest = tl.load(row_ptr + rest, mask=inside & (row + step < num_rows), other=0.0)
+
+        mean = (tl.sum(x_main, axis=0) + tl.sum(x_rest, axis=0)) / WIDTH
+        x_main = x_main - mean
+        x_rest = tl.where(inside, x_rest - mean, 0.0)
+        squares = tl.sum(x_main * x_main, axis=0) + tl.sum(x_rest * x_rest, axis=0)
+        scale = tl.rsqrt(squares / WIDTH + eps)
+        # read again for each row, from L1: held in registers they would halve the programs
+        weight, bias = tl.load(weight_ptr + main), tl.load(bias_ptr + main)
+        y_main = x_main * scale * weight.to(tl.float32) + bias.to(tl.float32)
+        weight = tl.load(weight_ptr + rest, mask=inside)
+        bias = tl.load(bias_ptr + rest, mask=inside)
+        y_rest = x_rest * scale * weight.to(tl.float32) + bias.to(tl.float32)
+        out_row = out_ptr + start * WIDTH
+        tl.store(out_row + main, y_main.to(out_ptr.dtype.element_ty))
+        tl.store(out_row + rest, y_rest.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def layer_norm(
+    x: Tensor,  # [P, C], rows may be strided
+    weight: Tensor,  # [C]
+    bias: Tensor,  # [C]
+    eps: float = 1e-6,
+    num_rows: Tensor | None = None,
+) -> Tensor:
+    """`layer_norm_reference` as one kernel, C up to 8192. Returns a new contiguous [P, C]."""
+    max_rows, width = x.shape
+    if width > MAX_WIDTH:
+        raise ValueError(f"layer_norm: width {width} is above {MAX_WIDTH}")
+    if x.stride(1) != 1:
+        raise ValueError(f"layer_norm: values of a row must be adjacent, stride is {x.stride(1)}")
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if max_rows == 0:
+        return out
+    main = triton.next_power_of_2(width) // 2
+    if width <= 1152:
+        warps, per_multiprocessor = 2, 16
+    else:  # two warps would spill a few bytes at 1280
+        warps, per_multiprocessor = (4, 8) if main <= 1024 else (8, 4)
+    layer_norm_kernel[(num_programs(x.device, max_rows, per_multiprocessor),)](
+        x,
+        weight,
+        bias,
+        num_rows,
+        out,
+        x.stride(0),
+        max_rows,
+        eps,
+        WIDTH=width,
+        MAIN=main,
+        REST=triton.next_power_of_2(width - main),
+        num_warps=warps * x.element_size() // 2,
+    )
+    return out
 
 
 def layer_norm_reference(

@@ -12,7 +12,12 @@ Legend: I item slots, P patch capacity, S sequence capacity.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
+
+BLOCK = 256  # patches, and sequences, of one program
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,111 @@ class Layout:
     seqlens: tuple[int, ...] | None = None
 
 
+@triton.jit
+def slot_of(ends, index, LEVELS: tl.constexpr):
+    """First slot whose end is above `index`, by bisection; the last slot where there is none."""
+    slot = tl.zeros_like(index)
+    for level in tl.static_range(LEVELS):
+        higher = slot + (1 << (LEVELS - 1 - level))
+        slot = tl.where(tl.gather(ends, higher - 1, axis=0) <= index, higher, slot)
+    return slot
+
+
+@triton.jit(do_not_specialize=["num_slots", "max_patches", "max_sequences"])
+def layout_kernel(
+    grid_ptr,
+    num_patches_ptr,
+    num_tokens_ptr,
+    cu_seqlens_ptr,
+    coords_ptr,
+    num_slots,
+    max_patches,
+    max_sequences,
+    MERGE: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # Every program scans all slots: a few hundred integers, cheaper than a second launch.
+    slot = tl.arange(0, 1 << LEVELS)
+    used = slot < num_slots
+    frames = tl.load(grid_ptr + slot * 3, mask=used, other=0).to(tl.int32)
+    height = tl.load(grid_ptr + slot * 3 + 1, mask=used, other=0).to(tl.int32)
+    width = tl.load(grid_ptr + slot * 3 + 2, mask=used, other=0).to(tl.int32)
+    patches = frames * height * width
+    item_end = tl.cumsum(patches, axis=0)
+    item_start = item_end - patches
+    total = tl.sum(patches, axis=0)
+
+    first = tl.program_id(0) * BLOCK
+    index = first + tl.arange(0, BLOCK)
+    if first == 0:
+        tl.store(num_patches_ptr, total)
+        tl.store(num_tokens_ptr, total // (MERGE * MERGE))
+
+    if first < total:
+        item = slot_of(item_end, index, LEVELS)
+        h = tl.gather(height, item, axis=0)
+        w = tl.gather(width, item, axis=0)
+        # max: lanes past the end look up the last slot, which may be empty
+        within_frame = (index - tl.gather(item_start, item, axis=0)) % tl.maximum(h * w, 1)
+        block = within_frame // (MERGE * MERGE)
+        inside = within_frame % (MERGE * MERGE)
+        blocks_per_row = tl.maximum(w // MERGE, 1)
+        row = block // blocks_per_row * MERGE + inside // MERGE
+        col = block % blocks_per_row * MERGE + inside % MERGE
+        coords = tl.reshape(tl.join(tl.join(row, h), tl.join(col, w)), (BLOCK, 4))
+        real = (index < total) & (index < max_patches)
+        lane = tl.arange(0, 4)[None, :]
+        tl.store(coords_ptr + index.to(tl.int64)[:, None] * 4 + lane, coords, mask=real[:, None])
+
+    if first <= max_sequences:
+        frame_end = tl.cumsum(frames, axis=0)
+        item = slot_of(frame_end, index, LEVELS)
+        frame = index - tl.gather(frame_end - frames, item, axis=0)
+        frame_patches = tl.gather(height * width, item, axis=0)
+        start = tl.gather(item_start, item, axis=0) + frame * frame_patches
+        start = tl.where(index < tl.sum(frames, axis=0), start, total)
+        tl.store(cu_seqlens_ptr + index, start, mask=index <= max_sequences)
+
+
+def layout(
+    grid_thw: Tensor,  # [I, 3]
+    num_patches: int,
+    max_sequences: int,
+    merge_size: int = 2,
+    seqlens: tuple[int, ...] | None = None,
+) -> Layout:
+    """`layout_reference` as one kernel. Compiled once for each power of two of slots from 64 up."""
+    if not grid_thw.is_contiguous():
+        raise ValueError(f"layout: grid_thw must be contiguous, strides are {grid_thw.stride()}")
+    num_slots = grid_thw.shape[0]
+    rows, tokens = torch.empty(2, 1, dtype=torch.int32, device=grid_thw.device).unbind()
+    cu_seqlens = torch.empty(max_sequences + 1, dtype=torch.int32, device=grid_thw.device)
+    coords = torch.empty(num_patches, 4, dtype=torch.int32, device=grid_thw.device)
+    layout_kernel[(triton.cdiv(max(num_patches, max_sequences + 1), BLOCK),)](
+        grid_thw,
+        rows,
+        tokens,
+        cu_seqlens,
+        coords,
+        num_slots,
+        num_patches,
+        max_sequences,
+        MERGE=merge_size,
+        LEVELS=max(6, (num_slots - 1).bit_length()),
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+    return Layout(
+        num_patches=rows,
+        num_tokens=tokens,
+        cu_seqlens=cu_seqlens,
+        coords=coords,
+        max_seqlen=max(seqlens, default=0) if seqlens is not None else num_patches,
+        seqlens=seqlens,
+    )
+
+
 def layout_reference(
     grid_thw: Tensor,  # [I, 3]
     num_patches: int,
@@ -57,6 +167,7 @@ def layout_reference(
         merge_size: side of the square of patches that becomes one token.
         seqlens: host copy of the sequence lengths, if the caller has one.
     """
+    grid_thw = F.pad(grid_thw, (0, 0, 0, 1))  # an empty slot, so that no items need no special case
     frames, height, width = grid_thw.long().unbind(1)
     frame_patches = height * width
     item_end = (frames * frame_patches).cumsum(0)

@@ -1,14 +1,28 @@
 """A linear layer with its epilogue: act(x @ weight.T + bias) + residual.
 
 `gelu_tanh` is the blocks' activation (hidden_act "gelu_pytorch_tanh"), `gelu` the mergers' (erf).
+uint8 patches may be given instead of normalised ones: channel c of a value x is then
+(x / 255 - mean[c]) / std[c], a patch being its channels one after the other.
 """
 
+import functools
+from types import ModuleType
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
 
-Activation = Literal["gelu", "gelu_tanh"]
+from vitgraph.kernels.activation import Activation
+from vitgraph.kernels.launch import capability_of
+from vitgraph.kernels.linear_triton import PixelNormalization, is_aligned, linear_triton
+from vitgraph.kernels.tiles import linear_config
+
+Provider = Literal["triton", "gluon", "cublas"]
+
+# Gluon changes between releases: those the Hopper tier was tested with, on a GPU.
+HOPPER_TRITON_RELEASES = ("3.6.",)
 
 
 def linear_reference(
@@ -20,11 +34,13 @@ def linear_reference(
     residual: Tensor | None = None,  # [P, N]
     num_rows: Tensor | None = None,
     out: Tensor | None = None,  # [P, N], may be a column slice
+    normalization: PixelNormalization | None = None,
+    provider: Provider | None = None,
 ) -> Tensor:
     """Apply the layer to each row of `x`.
 
     Args:
-        x: input [P, K].
+        x: input [P, K] in the dtype of `weight`, or uint8 patches with `normalization`.
         weight: [N, K], torch.nn.Linear's layout.
         bias: [N] or None.
         activation: applied before the residual.
@@ -32,13 +48,137 @@ def linear_reference(
         num_rows: int32 [1] on the device; rows past it need not be computed.
         out: where to store, [P, N] with unit stride in the last dimension; may be `residual`
             itself.
+        normalization: of uint8 patches; the normalised value is rounded to the dtype of `weight`.
+        provider: which kernel; without meaning here.
 
     Returns:
         `out`, or a new tensor [P, N].
     """
+    if normalization is not None:
+        x = normalization.normalize(x, weight.dtype)
     y = F.linear(x, weight, bias)
     if activation is not None:
         y = F.gelu(y, approximate="tanh" if activation == "gelu_tanh" else "none")
     if residual is not None:
         y = y + residual
     return y if out is None else out.copy_(y)
+
+
+def linear_cublas(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Activation | None,
+    residual: Tensor | None,
+    out: Tensor,
+) -> None:
+    """The same through cuBLASLt: every row of `x`, bias and tanh GELU fused, the residual added to
+    the rounded sum by a second kernel."""
+    y = out if residual is None else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    if bias is None:
+        torch.mm(x, weight.t(), out=y)
+    elif activation == "gelu_tanh" and x.is_cuda:  # the CPU's version is the exact GELU
+        torch._addmm_activation(bias, x, weight.t(), use_gelu=True, out=y)
+        activation = None
+    else:
+        torch.addmm(bias, x, weight.t(), out=y)
+    if activation is not None:
+        torch.ops.aten.gelu_(y, approximate="tanh" if activation == "gelu_tanh" else "none")
+    if residual is not None:
+        torch.add(y, residual, out=out)
+
+
+@functools.cache
+def _hopper_tier() -> ModuleType | None:
+    """linear_sm90, if this Triton is one it was tested with."""
+    if not triton.__version__.startswith(HOPPER_TRITON_RELEASES):
+        return None
+    from vitgraph.kernels import linear_sm90
+
+    return linear_sm90
+
+
+def linear_providers(
+    device: torch.device, dtype: torch.dtype, capacity: int, out_features: int, in_features: int
+) -> tuple[Provider, ...]:
+    """Providers that can serve a layer given up to `capacity` rows of `dtype` (the input's: uint8
+    for patches), the default first.
+
+    "triton" serves everything. "gluon" is the Hopper tier, with "triton" up to the count at which
+    it is ahead. "cublas" (on the CPU torch's own) computes the whole capacity.
+    """
+    if dtype == torch.uint8:
+        return ("triton",)
+    config = linear_config(capability_of(device), dtype, capacity, out_features, in_features)
+    if config.hopper_rows is None or capacity < config.hopper_rows or _hopper_tier() is None:
+        return ("triton", "cublas")
+    return ("gluon", "triton", "cublas")
+
+
+def _check(x: Tensor, weight: Tensor, normalized: bool, **optional: Tensor | None) -> None:
+    rows, (out_features, in_features) = x.shape[0], weight.shape
+    expected = {"bias": (out_features,), "num_rows": (1,)}
+    if x.ndim != 2 or x.shape[1] != in_features:
+        raise ValueError(f"x has shape {tuple(x.shape)}, weight takes [rows, {in_features}]")
+    if x.dtype != (torch.uint8 if normalized else weight.dtype):
+        raise ValueError(f"x is {x.dtype}, weight {weight.dtype}, normalization {normalized}")
+    if not weight.is_contiguous():
+        raise ValueError("weight is not contiguous")
+    for name, tensor in {"x": x, **optional}.items():
+        if tensor is None:
+            continue
+        shape = expected.get(name, (rows, in_features if name == "x" else out_features))
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if tensor.stride(-1) != 1 and tensor.numel() > 1:
+            raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension, not 1")
+
+
+def linear(
+    x: Tensor,  # [P, K]
+    weight: Tensor,  # [N, K]
+    bias: Tensor | None = None,  # [N]
+    *,
+    activation: Activation | None = None,
+    residual: Tensor | None = None,  # [P, N]
+    num_rows: Tensor | None = None,
+    out: Tensor | None = None,  # [P, N], may be a column slice
+    normalization: PixelNormalization | None = None,
+    provider: Provider | None = None,
+) -> Tensor:
+    """`linear_reference`, summed in float32 and rounded once.
+
+    Rows past `num_rows` are neither read into a result nor written, except by the provider
+    "cublas", which computes all of them.
+
+    Args:
+        provider: one of `linear_providers`; None takes the first.
+
+    Raises:
+        ValueError: shapes, strides or dtypes do not fit; the provider cannot serve the layer.
+    """
+    _check(x, weight, normalization is not None,
+           bias=bias, residual=residual, num_rows=num_rows, out=out)  # fmt: skip
+    if out is None:
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=weight.dtype, device=x.device)
+    if x.shape[0] == 0:
+        return out
+    shape = (x.shape[0], *weight.shape)
+    providers = linear_providers(x.device, x.dtype, *shape)
+    provider = provider or providers[0]
+    if provider not in providers:
+        raise ValueError(f"provider {provider!r} cannot serve this layer, only {providers}")
+    operands = (x, weight, bias, activation, residual)
+    if provider == "cublas":
+        linear_cublas(*operands, out)
+        return out
+    config = linear_config(capability_of(x.device), weight.dtype, *shape)
+    most_rows = None
+    if provider == "gluon" and is_aligned(x, weight, residual, out):
+        # Two launches, of which the device's row count makes one return at once.
+        most_rows = config.hopper_rows - 1
+        _hopper_tier().linear_sm90(*operands, num_rows, out, least_rows=most_rows)
+        if num_rows is None:  # all rows are real, and so many that "gluon" is offered
+            return out
+    linear_triton(*operands, num_rows, out, normalization, config, most_rows)
+    return out

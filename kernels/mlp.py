@@ -2,7 +2,33 @@
 
 from torch import Tensor
 
-from vitgraph.kernels.linear import linear_reference
+from vitgraph.kernels.linear import Provider, linear, linear_reference
+
+
+def mlp(
+    x: Tensor,  # [P, C]
+    fc1_weight: Tensor,  # [M, C]
+    fc1_bias: Tensor,  # [M]
+    fc2_weight: Tensor,  # [C, M]
+    fc2_bias: Tensor,  # [C]
+    residual: Tensor,  # [P, C]
+    num_rows: Tensor | None = None,
+    *,
+    out: Tensor | None = None,  # [P, C]; may be `residual` itself
+    providers: tuple[Provider | None, Provider | None] = (None, None),
+) -> Tensor:
+    """`mlp_reference` as two launches; rows past `num_rows` are neither read nor written.
+
+    Args:
+        providers: of fc1 and fc2, see `linear`.
+    """
+    inner = linear(
+        x, fc1_weight, fc1_bias, activation="gelu_tanh", num_rows=num_rows, provider=providers[0]
+    )
+    return linear(
+        inner, fc2_weight, fc2_bias, residual=residual, num_rows=num_rows, out=out,
+        provider=providers[1],
+    )  # fmt: skip
 
 
 def mlp_reference(
@@ -13,7 +39,12 @@ def mlp_reference(
     fc2_bias: Tensor,  # [C]
     residual: Tensor,  # [P, C]
     num_rows: Tensor | None = None,
+    *,
+    out: Tensor | None = None,  # [P, C]; may be `residual` itself
+    providers: tuple[Provider | None, Provider | None] = (None, None),
 ) -> Tensor:
     """Apply the MLP to each row of `x`; rows past `num_rows` (int32 [1], on device) are free."""
     inner = linear_reference(x, fc1_weight, fc1_bias, activation="gelu_tanh", num_rows=num_rows)
-    return linear_reference(inner, fc2_weight, fc2_bias, residual=residual, num_rows=num_rows)
+    return linear_reference(
+        inner, fc2_weight, fc2_bias, residual=residual, num_rows=num_rows, out=out
+    )

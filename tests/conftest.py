@@ -1,13 +1,80 @@
-"""Shared fixtures: a tiny tower in transformers and in vitgraph, with the same weights."""
+"""Shared by all tests: Triton's interpreter where there is no GPU, seeded random numbers, the error
+bound of a kernel, and a tiny tower in transformers and in vitgraph with the same weights."""
 
 import os
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
-if not torch.cuda.is_available():
-    # Must be set before any kernel module is imported.
+if not torch.cuda.is_available():  # before any kernel module is imported
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels run: the GPU, or the CPU under the interpreter."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def rng(device: torch.device) -> torch.Generator:
+    """Seeded generator on `device`."""
+    return torch.Generator(device).manual_seed(0)
+
+
+@pytest.fixture
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.empty` returns NaN (the smallest integer, for integers): what a kernel leaves
+    unwritten shows."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs) -> Tensor:
+        out = empty(*args, **kwargs)
+        return out.fill_(float("nan") if out.is_floating_point() else torch.iinfo(out.dtype).min)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.fixture
+def assert_as_exact_as() -> Callable[..., None]:
+    """The error of a kernel against the truth, bounded by torch's own in the same dtype.
+
+    Called as (actual, torch_result, truth, factor=1.1): maximum and root mean square are compared.
+    """
+
+    def check(actual: Tensor, torch_result: Tensor, truth: Tensor, factor: float = 1.1) -> None:
+        assert actual.shape == truth.shape
+        truth = truth.double()
+        ours, theirs = ((x.double() - truth).abs() for x in (actual, torch_result))
+        # Where torch happens to be exact, half a unit in the last place is still rounding; in
+        # float32 the order of a sum is worth a few.
+        slack = torch.finfo(actual.dtype).eps * (4 if actual.dtype == torch.float32 else 0.5)
+        for name, norm in (("maximum", _maximum), ("rms", _rms)):
+            bound = factor * norm(theirs) + slack * norm(truth)
+            assert norm(ours) <= bound, f"{name} error {norm(ours):.3g}, bound {bound:.3g}"
+
+    return check
+
+
+def _maximum(x: Tensor) -> Tensor:
+    return x.abs().amax()
+
+
+def _rms(x: Tensor) -> Tensor:
+    return x.square().mean().sqrt()
+
 
 TINY = dict(
     depth=4,
@@ -17,15 +84,6 @@ TINY = dict(
     out_hidden_size=128,
     deepstack_visual_indexes=[0, 1, 2],
 )
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests where there is no GPU."""
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="torch sees no CUDA GPU"))
 
 
 def make_reference(device: str = "cpu", **geometry) -> torch.nn.Module:
@@ -67,8 +125,6 @@ def reference() -> torch.nn.Module:
 @pytest.fixture(scope="session")
 def tools():
     """The helpers above, for tests that cannot import this file under importlib mode."""
-    from types import SimpleNamespace
-
     return SimpleNamespace(
         make_reference=make_reference,
         reference_rows=reference_rows,

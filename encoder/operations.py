@@ -1,0 +1,80 @@
+"""The two implementations of the forward's operations, and how one capacity is computed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from vitgraph.kernels.launch import is_interpreted
+from vitgraph.kernels.layer_norm import layer_norm, layer_norm_reference
+from vitgraph.kernels.layout import layout, layout_reference
+from vitgraph.kernels.linear import Provider, linear, linear_reference
+from vitgraph.kernels.merger import merger, merger_reference
+from vitgraph.kernels.mlp import mlp, mlp_reference
+from vitgraph.kernels.position_embedding import position_embedding, position_embedding_reference
+from vitgraph.kernels.rotary import rotary, rotary_reference
+
+OpsName = Literal["auto", "triton", "torch"]
+LAYERS = ("embed", "qkv", "proj", "fc1", "fc2", "merger_fc1", "merger_fc2")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the forward of one capacity is computed.
+
+    Attributes:
+        attention: name of the attention backend.
+        providers: of each linear layer in `LAYERS`; a layer that is missing takes the default.
+        microseconds: what calibration measured, by layer and candidate.
+    """
+
+    attention: str
+    providers: dict[str, Provider] = field(default_factory=dict)
+    microseconds: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Operations:
+    """The functions of `vitgraph.kernels` that a forward calls."""
+
+    name: str
+    layout: Callable
+    position_embedding: Callable
+    rotary: Callable
+    layer_norm: Callable
+    linear: Callable
+    mlp: Callable
+    merger: Callable
+
+
+TORCH = Operations(
+    "torch",
+    layout_reference,
+    position_embedding_reference,
+    rotary_reference,
+    layer_norm_reference,
+    linear_reference,
+    mlp_reference,
+    merger_reference,
+)
+TRITON = Operations("triton", layout, position_embedding, rotary, layer_norm, linear, mlp, merger)
+
+
+def resolve_operations(name: str, device: torch.device) -> Operations:
+    """Choose for "auto": Triton on a GPU, plain torch elsewhere.
+
+    Raises:
+        ValueError: an unknown name, or Triton kernels on a CPU without their interpreter.
+    """
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "torch"
+    if name == "torch":
+        return TORCH
+    if name != "triton":
+        raise ValueError(f"ops {name!r} is none of auto, triton, torch")
+    if device.type != "cuda" and not is_interpreted():
+        raise ValueError(
+            f"ops 'triton' needs a GPU, not {device.type}; set TRITON_INTERPRET=1 to interpret"
+        )
+    return TRITON

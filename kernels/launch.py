@@ -1,0 +1,60 @@
+"""What launches share: the GPU they are for, how many programs it takes, the row count."""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+Capability = tuple[int, int]
+
+# Of the A100, A40, RTX 4090, H100 and H200 (SXM), B200.
+MULTIPROCESSORS = {(8, 0): 108, (8, 6): 84, (8, 9): 128, (9, 0): 132, (10, 0): 148}
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1), on the CPU."""
+    return triton.knobs.runtime.interpret
+
+
+def capability_of(device: torch.device) -> Capability:
+    """Compute capability of a CUDA device. Elsewhere: what is compiled for (offline.py), or (0, 0)
+    where kernels are interpreted."""
+    if device.type == "cuda":
+        return _cuda_capability(device)
+    if is_interpreted():
+        return 0, 0
+    return divmod(triton.runtime.driver.active.get_current_target().arch, 10)
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device, or of the one that is compiled for (offline.py); 2 where
+    kernels are interpreted, one program after the other."""
+    if device.type == "cuda":
+        return _cuda_multiprocessors(device)
+    return 2 if is_interpreted() else MULTIPROCESSORS[capability_of(device)]
+
+
+_cuda_capability = functools.cache(torch.cuda.get_device_capability)
+
+
+@functools.cache
+def _cuda_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def num_programs(device: torch.device, max_rows: int, per_multiprocessor: int) -> int:
+    """Programs of a persistent launch: as many as fit at once, no more than there are rows.
+
+    A grid over the capacity would pay 0.7-3 us for each 1000 empty programs.
+    """
+    return min(max_rows, per_multiprocessor * num_multiprocessors(device))
+
+
+@triton.jit
+def row_count(num_rows_ptr, max_rows):
+    """Real rows: the device's count where there is one, never above the capacity."""
+    rows = max_rows
+    if num_rows_ptr is not None:
+        rows = tl.minimum(rows, tl.load(num_rows_ptr))
+    return rows

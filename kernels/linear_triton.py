@@ -1,0 +1,215 @@
+"""`linear` in Triton, for every GPU and the interpreter: a persistent GEMM with its epilogue.
+
+Loads are tensor descriptors (TMA) where the tile table says so, pointers otherwise.
+"""
+
+from dataclasses import astuple
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from vitgraph.kernels.activation import Activation, activate
+from vitgraph.kernels.launch import num_programs, row_count
+from vitgraph.kernels.tiles import LinearConfig, Tile
+
+
+class PixelNormalization(NamedTuple):
+    """The image processor's mean and standard deviation of each channel, for pixels in 0..1."""
+
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+    def scale_and_shift(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Factors such that a byte x of channel c becomes x * scale[c] + shift[c]."""
+        scale = tuple(1 / (255 * std) for std in self.std)
+        return scale, tuple(-mean / std for mean, std in zip(self.mean, self.std, strict=True))
+
+    def normalize(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """(x / 255 - mean) / std for each channel of uint8 patches [P, K], rounded once."""
+        mean, std = (torch.tensor(v, device=x.device)[:, None] for v in self)
+        pixels = x.unflatten(1, (3, -1)).float() / 255
+        return ((pixels - mean) / std).flatten(1).to(dtype)
+
+
+@triton.jit
+def _finish_columns(
+    acc, bias_ptr, residual_ptr, out_ptr, residual_stride, out_stride, rows, row_mask, col,
+    N: tl.constexpr, COLS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Epilogue and store of `acc` [rows, COLS] at column `col`."""
+    cols = col + tl.arange(0, COLS)
+    col_mask = cols < N
+    mask = row_mask[:, None] & col_mask[None, :]
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + cols, mask=col_mask, other=0).to(tl.float32)[None, :]
+    acc = activate(acc, ACTIVATION, out_ptr.dtype.element_ty)
+    if residual_ptr is not None:
+        pointers = residual_ptr + rows[:, None] * residual_stride + cols[None, :]
+        acc += tl.load(pointers, mask=mask, other=0).to(tl.float32)
+    pointers = out_ptr + rows[:, None] * out_stride + cols[None, :]
+    tl.store(pointers, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_pixels(pointers, mask, columns, K: tl.constexpr, pixel_scale, pixel_shift):
+    channel = columns // (K // 3)
+    scale = tl.where(channel == 0, pixel_scale[0], pixel_scale[2])
+    scale = tl.where(channel == 1, pixel_scale[1], scale)
+    shift = tl.where(channel == 0, pixel_shift[0], pixel_shift[2])
+    shift = tl.where(channel == 1, pixel_shift[1], shift)
+    pixels = tl.load(pointers, mask=mask, other=0).to(tl.float32)
+    return pixels * scale[None, :] + shift[None, :]
+
+
+@triton.jit
+def _compute_tiles(
+    x_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, x_desc, weight_desc,
+    pixel_scale, pixel_shift, x_stride, residual_stride, out_stride, num_rows,
+    N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """This program's share of the output tiles, in groups of 8 tile rows so that L2 serves both
+    operands."""
+    col_tiles: tl.constexpr = (N + COLS - 1) // COLS
+    row_tiles = tl.cdiv(num_rows, ROWS)
+    num_tiles = row_tiles * col_tiles
+    # Flattened, so that the loads of a tile start under the epilogue of the one before.
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
+        first = tile // (8 * col_tiles) * 8
+        in_group = tile % (8 * col_tiles)
+        group_rows = tl.minimum(row_tiles - first, 8)
+        row = (first + in_group % group_rows) * ROWS
+        col = in_group // group_rows * COLS
+        rows = row.to(tl.int64) + tl.arange(0, ROWS)
+        cols = col.to(tl.int64) + tl.arange(0, COLS)
+        row_mask = rows < num_rows
+
+        acc = tl.zeros((ROWS, COLS), tl.float32)
+        for k in tl.range(0, K, DEPTH, num_stages=STAGES):
+            depth = k + tl.arange(0, DEPTH)
+            depth_mask = depth < K
+            if weight_desc is not None:
+                weight = weight_desc.load([col, k])
+            else:
+                mask = (cols < N)[:, None] & depth_mask[None, :]
+                weight = tl.load(
+                    weight_ptr + cols[:, None] * K + depth[None, :], mask=mask, other=0
+                )
+            x_pointers = x_ptr + rows[:, None] * x_stride + depth[None, :]
+            x_mask = row_mask[:, None] & depth_mask[None, :]
+            if pixel_scale is not None:
+                x = _load_pixels(x_pointers, x_mask, depth, K, pixel_scale, pixel_shift)
+                x = x.to(weight.dtype)
+            elif x_desc is not None:
+                x = x_desc.load([row, k])
+            else:
+                x = tl.load(x_pointers, mask=x_mask, other=0)
+            if weight.dtype == tl.float32:  # a sum of short sums is the more exact
+                acc += tl.dot(x, weight.T, input_precision="ieee")
+            else:
+                acc = tl.dot(x, weight.T, acc)
+
+        if PARTS == 1:
+            _finish_columns(
+                acc, bias_ptr, residual_ptr, out_ptr, residual_stride, out_stride, rows, row_mask,
+                col, N, COLS, ACTIVATION,
+            )  # fmt: skip
+        else:
+            halves = acc.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1).split()
+            for half in tl.static_range(2):
+                _finish_columns(
+                    halves[half], bias_ptr, residual_ptr, out_ptr, residual_stride, out_stride,
+                    rows, row_mask, col + half * (COLS // 2), N, COLS // 2, ACTIVATION,
+                )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["capacity", "small_rows", "most_rows"])
+def linear_kernel(
+    x_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, num_rows_ptr,
+    x_desc, weight_desc, small_x_desc, small_weight_desc, pixel_scale, pixel_shift,
+    x_stride, residual_stride, out_stride, capacity, small_rows, most_rows,
+    N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr,
+    LARGE: tl.constexpr, SMALL: tl.constexpr,
+):  # fmt: skip
+    """out[:num_rows] = act(x @ weight.T + bias) + residual; more than `most_rows` rows are left to
+    another kernel. Tiles are LARGE or, up to `small_rows`, SMALL: fields of a Tile, or None."""
+    num_rows = row_count(num_rows_ptr, capacity)
+    num_rows = tl.where(num_rows > most_rows, 0, num_rows)
+    if SMALL is not None:  # noqa: SIM102 (known to the compiler, unlike the next)
+        if num_rows <= small_rows:
+            _compute_tiles(
+                x_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, small_x_desc, small_weight_desc,
+                pixel_scale, pixel_shift, x_stride, residual_stride, out_stride, num_rows,
+                N, K, ACTIVATION, SMALL[0], SMALL[1], SMALL[2], SMALL[3], SMALL[4],
+            )  # fmt: skip
+            num_rows = 0  # nothing left for the large tiles
+    if LARGE is not None:
+        _compute_tiles(
+            x_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, x_desc, weight_desc,
+            pixel_scale, pixel_shift, x_stride, residual_stride, out_stride, num_rows,
+            N, K, ACTIVATION, LARGE[0], LARGE[1], LARGE[2], LARGE[3], LARGE[4],
+        )  # fmt: skip
+
+
+def _descriptors(x: Tensor, weight: Tensor, tile: Tile | None) -> list[TensorDescriptor | None]:
+    if tile is None:
+        return [None, None]
+    boxes = (x, [tile.rows, tile.depth]), (weight, [tile.cols, tile.depth])
+    # Pixels are converted in registers, so a byte matrix goes without.
+    return [
+        TensorDescriptor.from_tensor(*box) if box[0].dtype != torch.uint8 else None for box in boxes
+    ]
+
+
+def _num_tiles(tile: Tile | None, rows: int, cols: int) -> int:
+    return triton.cdiv(rows, tile.rows) * triton.cdiv(cols, tile.cols) if tile else 0
+
+
+def is_aligned(*tensors: Tensor | None) -> bool:
+    """What a tensor descriptor asks of addresses and row strides."""
+    return all(
+        x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+        for x in tensors
+        if x is not None
+    )
+
+
+def linear_triton(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Activation | None,
+    residual: Tensor | None,
+    num_rows: Tensor | None,
+    out: Tensor,
+    normalization: PixelNormalization | None,
+    config: LinearConfig,
+    most_rows: int | None = None,
+) -> None:
+    """Launch `linear_kernel` with the given tiles; the arguments of `linear`, checked there. Writes
+    nothing where the real rows are more than `most_rows`."""
+    capacity, (out_features, in_features) = x.shape[0], weight.shape
+    most_rows = capacity if most_rows is None else min(most_rows, capacity)
+    large, small = config.large, config.small
+    if small is not None and most_rows <= config.small_rows:
+        large = None
+    descriptors = [None] * 4
+    if config.descriptors and is_aligned(x, weight):
+        descriptors = _descriptors(x, weight, large) + _descriptors(x, weight, small)
+    scale, shift = normalization.scale_and_shift() if normalization else (None, None)
+    num_tiles = max(
+        _num_tiles(large, most_rows, out_features),
+        _num_tiles(small, min(most_rows, config.small_rows), out_features),
+    )
+    programs = num_programs(x.device, num_tiles, config.programs_per_sm)
+    linear_kernel[(programs,)](
+        x, weight, bias, residual, out, num_rows, *descriptors, scale, shift,
+        x.stride(0), residual.stride(0) if residual is not None else 0, out.stride(0),
+        capacity, config.small_rows, most_rows, out_features, in_features, activation,
+        large and astuple(large), small and astuple(small), num_warps=config.num_warps,
+    )  # fmt: skip

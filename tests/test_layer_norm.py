@@ -1,0 +1,92 @@
+"""layer_norm against torch in float64."""
+
+import pytest
+import torch
+
+from vitgraph.kernels.layer_norm import layer_norm, layer_norm_reference
+
+BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
+# hidden sizes of the towers (2B, 8B) and of their mergers' tokens; a width that is no multiple of 8
+WIDTHS = [1024, 1152, 4096, 4608, 42]
+ROWS = [pytest.param(1, id="one_row"), pytest.param(5, id="rows_above_programs")]
+CAPACITY = [pytest.param(8160, id="full_capacity", marks=pytest.mark.gpu)]
+
+
+def inputs(rng, rows, width, dtype):
+    # a mean well above the spread: one-pass variance would cancel
+    x = 3 + torch.randn(rows, width, generator=rng, device=rng.device)
+    weight = torch.randn(width, generator=rng, device=rng.device)
+    bias = torch.randn(width, generator=rng, device=rng.device)
+    return x.to(dtype), weight.to(dtype), bias.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", ROWS + CAPACITY)
+def test_matches_truth(rng, assert_as_exact_as, poisoned_empty, rows, width, dtype):
+    x, weight, bias = inputs(rng, rows, width, dtype)
+    truth = layer_norm_reference(x.double(), weight.double(), bias.double())
+    torch_result = layer_norm_reference(x, weight, bias)
+    assert_as_exact_as(layer_norm(x, weight, bias), torch_result, truth)
+
+
+def test_zero_rows(rng):
+    x, weight, bias = inputs(rng, 0, 1152, torch.float32)
+    assert layer_norm(x, weight, bias).shape == (0, 1152)
+
+
+@pytest.mark.parametrize("real", [pytest.param(0, id="none_real"), 1, 3])
+def test_rows_past_the_count_are_neither_read_nor_written(rng, poisoned_empty, real):
+    x, weight, bias = inputs(rng, 6, 1152, torch.float32)
+    expected = layer_norm_reference(x[:real], weight, bias)
+    x[real:] = float("nan")
+    num_rows = torch.tensor([real], dtype=torch.int32, device=x.device)
+    actual = layer_norm(x, weight, bias, num_rows=num_rows)
+    torch.testing.assert_close(actual[:real], expected)
+    assert actual[real:].isnan().all()
+
+
+def test_count_above_capacity_stays_inside(rng):
+    x, weight, bias = inputs(rng, 3, 64, torch.float32)
+    num_rows = torch.tensor([1000], dtype=torch.int32, device=x.device)
+    actual = layer_norm(x, weight, bias, num_rows=num_rows)
+    torch.testing.assert_close(actual, layer_norm_reference(x, weight, bias))
+
+
+def test_strided_rows(rng):
+    wide, weight, bias = inputs(rng, 4, 1152, torch.float32)
+    x = wide[:, 100:228]  # neither the start nor the stride of a row is aligned to 16 bytes
+    weight, bias = weight[:128], bias[:128]
+    torch.testing.assert_close(layer_norm(x, weight, bias), layer_norm_reference(x, weight, bias))
+
+
+def test_nan_stays_in_its_row(rng):
+    x, weight, bias = inputs(rng, 4, 1152, torch.float32)
+    clean = layer_norm(x, weight, bias)
+    x[1, 7] = float("nan")
+    dirty = layer_norm(x, weight, bias)
+    assert dirty[1].isnan().all()
+    assert torch.equal(dirty[[0, 2, 3]], clean[[0, 2, 3]])
+
+
+def test_addresses_past_int32(rng):
+    # three rows 2^30 values apart: the last starts at 2^31; untouched memory is never committed
+    storage = torch.empty(2**31 + 1024, dtype=torch.float16, device=rng.device)
+    x = storage.as_strided((3, 1024), (2**30, 1))
+    values, weight, bias = inputs(rng, 3, 1024, torch.float16)
+    x.copy_(values)
+    torch.testing.assert_close(layer_norm(x, weight, bias), layer_norm(values, weight, bias))
+
+
+@pytest.mark.gpu
+def test_output_addresses_past_int32(rng):
+    row, weight, bias = inputs(rng, 1, 1152, torch.bfloat16)
+    rows = 2**31 // 1152 + 2
+    out = layer_norm(row.expand(rows, 1152), weight, bias)
+    assert (out == layer_norm(row, weight, bias)).all()
+
+
+def test_refuses_a_row_too_wide(rng):
+    x, weight, bias = inputs(rng, 1, 8193, torch.float32)
+    with pytest.raises(ValueError, match="8193"):
+        layer_norm(x, weight, bias)

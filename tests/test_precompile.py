@@ -1,0 +1,41 @@
+"""`vitgraph precompile` fills the cache without a GPU, and a second start finds everything
+there.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def precompile(cache, *arguments: str) -> subprocess.CompletedProcess:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "vitgraph.graphs.cli", "precompile", *arguments]
+    return subprocess.run(
+        command,
+        env=environment | {"TRITON_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_every_kernel_of_the_8b_tower_compiles_without_spills(arch, tmp_path) -> None:
+    arguments = ("--arch", arch, "--geometry", "8b", "--budgets", "64", "2048")
+    run = precompile(tmp_path, *arguments)
+    assert run.returncode == 0, run.stdout + run.stderr
+    for kernel in ("attention_kernel", "linear_kernel", "layout_kernel", "rotary_kernel"):
+        assert kernel in run.stdout
+    binaries = sorted(tmp_path.rglob("*.cubin"))
+    assert len(binaries) >= 10
+    stamps = [file.stat().st_mtime_ns for file in binaries]
+    assert precompile(tmp_path, *arguments).returncode == 0
+    assert sorted(tmp_path.rglob("*.cubin")) == binaries
+    assert [file.stat().st_mtime_ns for file in binaries] == stamps
+
+
+def test_mistakes(tmp_path) -> None:
+    run = precompile(tmp_path, "--arch", "sm_75")
+    assert run.returncode == 2
+    assert "--arch sm_75 is none of sm_80" in run.stderr

@@ -1,0 +1,160 @@
+"""What a replay on a GPU does and does not do: nothing but copies and one graph launch."""
+
+import copy
+import random
+
+import pytest
+import torch
+
+from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
+from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager
+
+pytestmark = pytest.mark.gpu
+# Two bf16 forwards of 24 layers that round in different places (1.2e-2 seen).
+ROUNDING = 2e-2
+
+
+@pytest.fixture(scope="module")
+def manager() -> EncoderCudaGraphManager:
+    encoder = Qwen3VLVisionEncoder.random(GEOMETRIES["2b"], device="cuda", dtype=torch.bfloat16)
+    # KNOWN_FAILURES 1: what the graphs' memory held before capture must not matter.
+    poison = torch.full((2**30,), float("nan"), device="cuda", dtype=torch.bfloat16)
+    del poison
+    manager = EncoderCudaGraphManager(encoder, CompilationConfig(True, (64, 512, 2048), 32))
+    manager.capture()
+    return manager
+
+
+def random_grids(generator: random.Random, max_tokens: int) -> list[tuple[int, int, int]]:
+    grids, tokens = [], 0
+    for _ in range(generator.randint(1, 12)):
+        grid = (generator.choice([1, 1, 1, 2, 5]), *(2 * generator.randint(1, 20) for _ in "hw"))
+        tokens += grid[0] * grid[1] * grid[2] // 4
+        if tokens > max_tokens:
+            break
+        grids.append(grid)
+    return grids or [(1, 2, 2)]
+
+
+def test_random_batches_equal_eager(manager, batch) -> None:
+    generator = random.Random(1)
+    for _ in range(20):
+        mm_kwargs = batch(random_grids(generator, 3000), device="cuda", dtype=torch.bfloat16)
+        outputs = torch.cat(manager.execute(mm_kwargs)).float()
+        expected = manager.model(mm_kwargs["pixel_values"], mm_kwargs["image_grid_thw"]).float()
+        assert (outputs - expected).norm() <= ROUNDING * expected.norm()
+
+
+def test_replays_are_repeatable(manager, batch) -> None:
+    """An error that moves between runs of the same input would be a race."""
+    mm_kwargs = batch([(1, 34, 36), (1, 20, 20), (3, 4, 6)], device="cuda", dtype=torch.bfloat16)
+    first = torch.cat(manager.execute(mm_kwargs))
+    for _ in range(50):
+        assert torch.equal(torch.cat(manager.execute(mm_kwargs)), first)
+
+
+def test_neighbours_do_not_matter_to_the_bit(manager, batch) -> None:
+    """KNOWN_FAILURES 29: a NaN neighbour gives the bits that a normal one gives."""
+    grids = [(1, 20, 20), (1, 6, 10), (1, 20, 18)]
+    mm_kwargs = batch(grids, device="cuda", dtype=torch.bfloat16)
+    normal = manager.execute(mm_kwargs)
+    mm_kwargs["pixel_values"][400:460] = float("nan")
+    poisoned = manager.execute(mm_kwargs)
+    assert torch.equal(poisoned[0], normal[0])
+    assert torch.equal(poisoned[2], normal[2])
+    assert poisoned[1].isnan().all()
+    mm_kwargs["pixel_values"][400:460] = float("inf")
+    poisoned = manager.execute(mm_kwargs)
+    assert torch.equal(poisoned[0], normal[0]) and torch.equal(poisoned[2], normal[2])
+
+
+def test_no_host_read_and_no_allocation(manager, batch) -> None:
+    """KNOWN_FAILURES 28. A borrowed output needs no memory at all."""
+    mm_kwargs = batch([(1, 20, 20), (1, 32, 32)], device="cuda", dtype=torch.bfloat16)
+    manager.execute(mm_kwargs, borrow=True)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        for _ in range(3):
+            manager.execute(mm_kwargs, borrow=True)
+        allocated = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert allocated == 0
+
+
+def test_trace_shows_copies_and_one_graph_launch(manager, batch) -> None:
+    mm_kwargs = batch([(1, 20, 20)] * 5, device="cuda", dtype=torch.bfloat16)
+    manager.execute(mm_kwargs, borrow=True)
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        manager.execute(mm_kwargs, borrow=True)
+        torch.cuda.synchronize()
+    calls = {
+        event.key: event.count
+        for event in profile.key_averages()
+        if event.key.startswith(("cuda", "cu")) and "Synchronize" not in event.key
+    }
+    launches = {name: count for name, count in calls.items() if "Launch" in name}
+    assert launches == {"cudaGraphLaunch": 1}
+    assert sum(count for name, count in calls.items() if "Memcpy" in name) == 2
+    assert not any("Malloc" in name or "Memset" in name for name in calls)
+
+
+def test_nothing_compiles_after_capture(manager, batch, monkeypatch) -> None:
+    """KNOWN_FAILURES 12 and 13: over 200 random batches."""
+    import triton
+
+    compiled = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **kwargs: compiled.append(kwargs)
+    )
+    generator = random.Random(2)
+    for _ in range(200):
+        grids = random_grids(generator, 2000)
+        manager.execute(batch(grids, device="cuda", dtype=torch.bfloat16))
+    assert manager.get_cumulative_stats()["budgets"][2048]["replays"] > 20
+    assert not compiled
+
+
+def test_float32_is_captured(reference, tools, batch) -> None:
+    encoder = Qwen3VLVisionEncoder.from_transformers(copy.deepcopy(reference).cuda())
+    manager = EncoderCudaGraphManager(encoder, CompilationConfig(True, (64, 512), 8))
+    manager.capture()
+    for grids in ([(1, 16, 16)], [(1, 2, 196), (3, 4, 6)], [(8, 8, 24)]):
+        mm_kwargs = batch(grids, device="cuda")
+        # On the CPU: transformers' Conv3d uses TF32 on a GPU.
+        truth = tools.reference_rows(reference, mm_kwargs["pixel_values"].cpu(), grids)
+        output = torch.cat(manager.execute(mm_kwargs)).cpu()
+        assert (output - truth).abs().max() < 1e-4 * truth.abs().max()
+    assert manager.get_cumulative_stats()["graph_misses"] == 0
+
+
+@pytest.mark.parametrize("captured", [torch.uint8, torch.bfloat16], ids=["uint8", "bf16"])
+def test_uint8_patches(captured) -> None:
+    """KNOWN_FAILURES 20: bytes are normalised, whatever the graph was captured for."""
+    encoder = Qwen3VLVisionEncoder.random(
+        GEOMETRIES["2b"], device="cuda", dtype=torch.bfloat16, pixel_dtype=captured
+    )
+    manager = EncoderCudaGraphManager(encoder, CompilationConfig(True, (512,), 8))
+    manager.capture()
+    pixels = torch.randint(0, 256, (400, 1536), dtype=torch.uint8)
+    expected = encoder((pixels.float() / 255 - 0.5) / 0.5, [(1, 20, 20)]).float()
+    output = manager.execute({"pixel_values": pixels, "image_grid_thw": [(1, 20, 20)]})[0].float()
+    assert manager.get_cumulative_stats()["graph_hits"] == 1
+    assert (output - expected).norm() <= ROUNDING * expected.norm()
+    if captured == torch.uint8:
+        with pytest.raises(ValueError, match="graphs take uint8 patches"):
+            manager.execute({"pixel_values": pixels.float(), "image_grid_thw": [(1, 20, 20)]})
+
+
+def test_plans_are_recorded(manager) -> None:
+    plans = manager.model.plans
+    assert set(plans) == {64, 512, 2048}
+    for plan in plans.values():
+        times = plan.microseconds
+        assert plan.attention == min(times["attention"], key=times["attention"].get)
+        for layer, provider in plan.providers.items():
+            assert provider == min(times[layer], key=times[layer].get)
