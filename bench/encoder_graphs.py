@@ -10,6 +10,7 @@ floor          useful FLOPs at the matmul rate measured in the same run (ms)
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -105,16 +106,29 @@ def measure(manager: EncoderCudaGraphManager, grids: list[tuple[int, int, int]])
     }
 
 
+def header() -> dict[str, str]:
+    """Hardware and versions of a result."""
+    return {
+        "date": date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "commit": os.environ.get("VITGRAPH_COMMIT") or _commit(),
+    }
+
+
 def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--geometry", choices=sorted(GEOMETRIES), default="8b")
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--ops", default="auto")
     parser.add_argument("--save", type=Path, default=None)
     args = parser.parse_args()
     config = GEOMETRIES[args.geometry]
     encoder = Qwen3VLVisionEncoder.random(
-        config, device="cuda", dtype=torch.bfloat16, attention=args.attention
+        config, device="cuda", dtype=torch.bfloat16, attention=args.attention, ops=args.ops
     )
     compilation = CompilationConfig(True, BUDGETS, MAX_ITEMS)
     manager = EncoderCudaGraphManager(encoder, compilation, log_interval=0)
@@ -127,16 +141,14 @@ def main() -> None:
     for name, grids in track(WORKLOADS.items(), description="workloads"):
         rows[name] = measure(manager, grids)
         rows[name]["floor_ms"] = 1e3 * flops(config, grids) / rate
-    result = {
-        "date": date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "commit": _commit(),
+    result = header() | {
         "geometry": args.geometry,
         "dtype": "bfloat16",
-        "attention": encoder.attention,
+        "attention": args.attention,
+        "plans": {
+            budget: {"attention": plan.attention, **plan.providers}
+            for budget, plan in encoder.plans.items()
+        },
         "matmul_tflops": rate / 1e12,
         "budgets": BUDGETS,
         "max_items": MAX_ITEMS,

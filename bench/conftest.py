@@ -1,0 +1,243 @@
+"""Benchmarks under pytest: `pytest bench [--save] [--compare FILE]`.
+
+A benchmark asks for the `measure` fixture and hands it a function. What is reported is the time of
+one launch inside a replayed CUDA graph, so the host is not in it. The launches of a graph take
+turns over `buffers`; enough of them keep the inputs out of the L2 cache (see `rotate`).
+"""
+
+import datetime
+import json
+import os
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+MIN_LAUNCHES = 10  # a graph; more when there are more buffers
+ROUNDS = 15  # replays of each graph, kernel and baseline alternating
+COLD_BYTES = 256 << 20  # about four times the 50-60 MB of L2 on Hopper
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured benchmark; times in microseconds a launch, rates in units a second."""
+
+    name: str
+    median_us: float
+    quartiles_us: tuple[float, float]
+    bytes: float
+    flops: float
+    ceiling_fraction: float | None
+    baseline_name: str | None
+    baseline_us: float | None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("vitgraph benchmarks")
+    group.addoption("--save", action="store_true", help="write a dated JSON to bench/results/")
+    group.addoption("--compare", metavar="FILE", type=Path, help="print the change since FILE")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_rows], config.stash[_ceilings] = [], {}
+
+
+_rows = pytest.StashKey[list[Row]]()
+_ceilings = pytest.StashKey[dict[str, float]]()
+
+
+@pytest.fixture(scope="session")
+def ceilings(request: pytest.FixtureRequest) -> dict[str, float]:
+    """What this GPU reaches: bytes a second (read and written) of a large copy, flop a second of
+    a large product."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    source = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    # a captured copy_ is a memcpy node, which can be slower than a kernel: the better one counts
+    ways = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
+    copy = min(statistics.median(_times([_capture(way, [()])])[0]) for way in ways)
+    size = 8192
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    matmul = statistics.median(_times([_capture(lambda: a @ b, [()])])[0])
+    measured = {"copy": 2 * source.nbytes / copy * 1e6, "matmul": 2 * size**3 / matmul * 1e6}
+    request.config.stash[_ceilings] = measured
+    return measured
+
+
+@pytest.fixture
+def rotate() -> Callable[[Callable[[], tuple]], list[tuple]]:
+    """`rotate(make)` calls `make` for argument tuples until their tensors exceed the L2 cache."""
+
+    def make_all(make: Callable[[], tuple], limit: int = 64) -> list[tuple]:
+        buffers, held = [], 0
+        while held < COLD_BYTES and len(buffers) < limit:
+            buffers.append(make())
+            held += sum(x.nbytes for x in buffers[-1] if isinstance(x, Tensor))
+        return buffers
+
+    return make_all
+
+
+@pytest.fixture
+def measure(request: pytest.FixtureRequest, ceilings: dict[str, float]) -> Callable[..., Row]:
+    """Check, time and report one function; skips where there is no GPU. See `run` below."""
+
+    def run(
+        name: str,
+        fn: Callable[..., object],
+        *,
+        baseline: Callable[..., object] | None = None,
+        baseline_name: str = "torch",
+        flops: float = 0,
+        bytes: float = 0,
+        check: Callable[[], None] | None = None,
+        buffers: Sequence[tuple] | None = None,
+    ) -> Row:
+        """Time `fn` and add a row to the table at the end.
+
+        Args:
+            name: first column, e.g. "layer_norm 8160x1152 bf16"; the key of `--compare`.
+            fn: launches the kernel; called as `fn(*buffers[i])`, capturable.
+            baseline: the same work by other means, called likewise and replayed in turn with `fn`.
+            flops, bytes: floating-point operations and least memory traffic of one launch.
+            check: run once before anything is timed; raises if `fn` is wrong.
+            buffers: argument tuples that successive launches take in turn. None calls `fn()` on
+                what it closes over, hot in L2 where that fits.
+        """
+        buffers = list(buffers) if buffers is not None else [()]
+        if check is not None:
+            check()
+        graphs = [_capture(f, buffers) for f in (fn, baseline) if f is not None]
+        times, *others = _times(graphs)
+        low, median, high = statistics.quantiles(times, n=4)
+        floor = max(bytes / ceilings["copy"], flops / ceilings["matmul"]) * 1e6
+        row = Row(
+            name=name,
+            median_us=median,
+            quartiles_us=(low, high),
+            bytes=bytes,
+            flops=flops,
+            ceiling_fraction=floor / median if floor else None,
+            baseline_name=baseline_name if others else None,
+            baseline_us=statistics.median(others[0]) if others else None,
+        )
+        request.config.stash[_rows].append(row)
+        return row
+
+    return run
+
+
+def _capture(fn: Callable[..., object], buffers: list[tuple]) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of at least `MIN_LAUNCHES` launches over all buffers, and how many it holds."""
+    launches = -(-MIN_LAUNCHES // len(buffers)) * len(buffers)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            fn(*buffers[0])
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    outputs = []
+    with torch.cuda.graph(graph, stream=stream):
+        for i in range(launches):
+            outputs.append(fn(*buffers[i % len(buffers)]))
+            if len(buffers) == 1:
+                outputs.clear()  # hot: the next launch writes the same memory
+    del outputs  # cold: each launch of a turn had its own
+    return graph, launches
+
+
+def _times(graphs: list[tuple[torch.cuda.CUDAGraph, int]]) -> list[list[float]]:
+    """Microseconds a launch of each graph, `ROUNDS` replays each, taking turns."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in graphs]
+    times: list[list[float]] = [[] for _ in graphs]
+    for turn in range(ROUNDS + 2):
+        for (graph, launches), (start, end), samples in zip(graphs, events, times, strict=True):
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if turn >= 2:
+                samples.append(start.elapsed_time(end) / launches * 1e3)
+    return times
+
+
+def _header(ceilings: dict[str, float]) -> dict[str, str | float]:
+    """Where and with what the numbers were measured."""
+    import triton
+
+    def output(*command: str) -> str:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent)
+        except OSError:
+            return ""
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": output("git", "rev-parse", "--short", "HEAD")
+        or os.environ.get("VITGRAPH_COMMIT", "unknown"),
+        "date": datetime.date.today().isoformat(),
+        "copy_tb_s": round(ceilings["copy"] / 1e12, 3),
+        "matmul_tflop_s": round(ceilings["matmul"] / 1e12, 1),
+    }
+
+
+def _table(rows: list[Row], header: dict[str, str | float], before: dict[str, float]) -> Table:
+    title = "{gpu}, driver {driver}, torch {torch}, triton {triton}, commit {commit}, {date}"
+    caption = "ceilings measured here: copy {copy_tb_s} TB/s, matmul {matmul_tflop_s} TFLOP/s"
+    table = Table(title=title.format(**header), caption=caption.format(**header))
+    columns = ["us", "quartiles", "GB/s", "TFLOP/s", "of ceiling", "against", "us", "ratio"]
+    table.add_column("benchmark", no_wrap=True)
+    for column in columns + ["change"] * bool(before):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        us, other = row.median_us, row.baseline_us
+        cells = [
+            row.name,
+            f"{us:.2f}",
+            "{:.2f}-{:.2f}".format(*row.quartiles_us),
+            f"{row.bytes / us / 1e3:.0f}" if row.bytes else "",
+            f"{row.flops / us / 1e6:.0f}" if row.flops else "",
+            f"{row.ceiling_fraction:.0%}" if row.ceiling_fraction else "",
+            row.baseline_name or "",
+            f"{other:.2f}" if other else "",
+            f"{other / us:.2f}x" if other else "",
+        ]
+        if before:
+            old = before.get(row.name)
+            cells.append(f"{us / old - 1:+.1%}" if old else "new")
+        table.add_row(*cells)
+    return table
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    config = terminalreporter.config
+    rows = config.stash[_rows]
+    if not rows:
+        return
+    header = _header(config.stash[_ceilings])
+    before: dict[str, float] = {}
+    if config.getoption("compare"):
+        saved = json.loads(config.getoption("compare").read_text())
+        before = {row["name"]: row["median_us"] for row in saved["rows"]}
+    Console(width=160).print(_table(rows, header, before))
+    if config.getoption("save"):
+        RESULTS.mkdir(exist_ok=True)
+        gpu = header["gpu"].replace(" ", "-").lower()
+        path = RESULTS / f"{datetime.datetime.now():%Y-%m-%d-%H%M}-{gpu}.json"
+        content = {**header, "rows": [asdict(row) for row in rows]}
+        path.write_text(json.dumps(content, indent=1) + "\n")
+        terminalreporter.write_line(f"saved {path}")

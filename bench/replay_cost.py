@@ -1,0 +1,110 @@
+"""A replay costs what the images cost: one graph of 6,144 tokens against graphs of the exact size.
+
+    python bench/replay_cost.py [--geometry 8b] [--save bench/results/NAME.json]
+
+For batches of 100, 1,000, 2,000 and 3,100 tokens: the replay of a graph captured for 6,144 tokens
+over the replay of one captured for the batch alone (issue 3 allows 1.25 for 100 tokens, 1.10 for
+the others). Then 51 % fill over 100 %, and the host's time for 1 and for 20 images.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import torch
+from encoder_graphs import header, wall
+from rich.console import Console
+from rich.table import Table
+
+from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
+from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager
+
+CAPACITY = 6144
+Grids = list[tuple[int, int, int]]
+
+
+def replay_ms(manager: EncoderCudaGraphManager, grids: Grids) -> float:
+    """Median GPU time of the replay that serves `grids`, inputs in place."""
+    patches = sum(t * h * w for t, h, w in grids)
+    pixels = torch.randn(patches, 1536, device="cuda").to(manager.model.dtype)
+    manager.execute({"pixel_values": pixels, "image_grid_thw": grids}, borrow=True)
+    (pack,) = manager.last_plan
+    graph = manager._graphs[pack.budget].graph
+    times = []
+    for _ in range(25):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[5:])
+
+
+def capture(encoder: Qwen3VLVisionEncoder, budget: int, items: int) -> EncoderCudaGraphManager:
+    """A manager with one budget."""
+    manager = EncoderCudaGraphManager(encoder, CompilationConfig(True, (budget,), items))
+    manager.capture()
+    return manager
+
+
+def main() -> None:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--geometry", choices=sorted(GEOMETRIES), default="8b")
+    parser.add_argument("--save", type=Path, default=None)
+    args = parser.parse_args()
+    encoder = Qwen3VLVisionEncoder.random(
+        GEOMETRIES[args.geometry], device="cuda", dtype=torch.bfloat16
+    )
+    roomy = capture(encoder, CAPACITY, 96)
+    view = Table("batch", "tokens", "roomy ms", "exact ms", "ratio", box=None)
+    rows = {}
+    for images in (1, 10, 20, 31):
+        grids = [(1, 20, 20)] * images
+        exact = capture(encoder, 100 * images, images)
+        # alternated, so that the card's temperature is in both
+        pairs = [(replay_ms(roomy, grids), replay_ms(exact, grids)) for _ in range(3)]
+        exact.clear()
+        roomy_ms, exact_ms = (statistics.median(times) for times in zip(*pairs, strict=True))
+        name = f"{images} x (1,20,20)"
+        rows[name] = {
+            "tokens": 100 * images,
+            "roomy_ms": roomy_ms,
+            "exact_ms": exact_ms,
+            "ratio": roomy_ms / exact_ms,
+        }
+        numbers = f"{roomy_ms:.3f}", f"{exact_ms:.3f}", f"{roomy_ms / exact_ms:.3f}"
+        view.add_row(name, str(100 * images), *numbers)
+    fills = {count: replay_ms(roomy, [(1, 16, 16)] * count) for count in (49, 96)}
+    hosts = {}
+    for images in (1, 20):
+        pixels = torch.randn(400 * images, 1536, device="cuda").to(encoder.dtype)
+        grids = torch.tensor([(1, 20, 20)] * images)
+        batch = {"pixel_values": pixels, "image_grid_thw": grids}
+        _, hosts[images] = wall(lambda batch=batch: roomy.execute(batch), 200)
+    result = header() | {
+        "geometry": args.geometry,
+        "capacity": CAPACITY,
+        "batches": rows,
+        "fill_51_percent_ms": fills[49],
+        "fill_100_percent_ms": fills[96],
+        "fill_ratio": fills[49] / fills[96],
+        "host_ms": hosts,
+        "plans": {
+            budget: {"attention": plan.attention, **plan.providers}
+            for budget, plan in encoder.plans.items()
+        },
+    }
+    console = Console(width=120)
+    console.print(view)
+    console.print(f"51 % fill over 100 %: {result['fill_ratio']:.3f}")
+    console.print(f"host ms for 1 and 20 images: {hosts[1]:.3f}, {hosts[20]:.3f}")
+    console.print(result["plans"])
+    if args.save:
+        args.save.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
