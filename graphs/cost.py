@@ -11,7 +11,7 @@ host is still launching when the GPU is done.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from math import inf, isfinite
 from operator import le
 
@@ -101,45 +101,54 @@ class CostModel:
         return tuple(reversed(rows))
 
     @cached_property
-    def least_per_square(self) -> float:
-        """The smallest attention slope, replayed or eager."""
-        slopes = [row[3] for row in self.table]
-        return min(slopes + ([self.eager.per_square] if self.eager is not None else []))
+    def planes(self) -> tuple[tuple[float, float, float], ...]:
+        """Planes (alpha, beta, gamma) below every cost: a replay or an eager run takes at least
+        alpha + beta * rows + gamma * squares.
 
-    @cached_property
-    def lines(self) -> tuple[tuple[float, float], ...]:
-        """Lines (alpha, beta) below every cost: a replay or an eager run of x rows takes at least
-        alpha + beta * x, squares aside.
-
-        So `packs` of them with `rows` rows in all take at least packs * alpha + beta * rows.
+        So `packs` of them take at least packs * alpha + beta * rows + gamma * squares, rows and
+        squares being those of all.
         """
-        full = [(0, 0.0), *((b, fixed + row * b) for b, fixed, row, _ in self.table)]
-        slopes = {min(row[2] for row in self.table)}
-        slopes |= {(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in combinations(full, 2)}
-        if self.eager is not None:
-            slopes = {min(slope, self.eager.per_row) for slope in slopes}
-        lines = [(self._alpha(slope), slope) for slope in slopes if slope >= 0]
-        lines = [line for line in lines if line[0] >= 0] or [(0.0, 0.0)]
-        return tuple({max(lines, key=lambda line: 2 * line[0] + line[1] * b) for b in self.budgets})
+        table, eager = self.table, self.eager
+        full = [(0, 0.0), *((b, fixed + row * b) for b, fixed, row, _ in table)]
+        betas = {min(row[2] for row in table)}
+        betas |= {(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in combinations(full, 2)}
+        gamma = min(row[3] for row in table)
+        if eager is not None:
+            betas = {min(beta, eager.per_row) for beta in betas}
+            gamma = min(gamma, eager.per_square)
+        planes = [
+            (self._alpha(beta, gamma), beta, gamma)
+            for beta, gamma in product(betas, {0.0, gamma})
+            if beta >= 0
+        ]
+        planes = [plane for plane in planes if plane[0] >= 0]
+        # Of all these, the ones that are highest somewhere: at two packs, as `bound` is mostly
+        # asked, without attention and with one sequence.
+        points = [(b, squares) for b in self.budgets for squares in (0, 16 * b * b)]
+        return tuple(
+            {
+                max(planes, key=lambda p: 2 * p[0] + p[1] * rows + p[2] * squares)
+                for rows, squares in points
+            }
+        )
 
-    def _alpha(self, slope: float) -> float:
-        """The largest alpha for a slope: a line is below a cost if it is at both ends."""
-        alpha = min(fixed + min(0.0, (row - slope) * b) for b, fixed, row, _ in self.table)
+    def _alpha(self, beta: float, gamma: float) -> float:
+        """The largest alpha that keeps a plane below every cost."""
+        # A replay's rows are few, so a line may be steeper; it is below if it is at both ends.
+        alpha = min(fixed + min(0.0, (row - beta) * b) for b, fixed, row, _ in self.table)
         if self.eager is None:
             return alpha
-        eager, least = self.eager, self.least_per_square
-        # The share of eager's own slopes that the line has; the kink at the floor is its low point.
-        share = max(
-            slope / eager.per_row if eager.per_row else 0.0,
-            least / eager.per_square if eager.per_square else 0.0,
-        )
-        hidden = max(eager.floor - eager.fixed, 0.0)
-        return min(alpha, eager.fixed + hidden * (1 - share))
+        # The eager cost is lowest above the plane where it leaves its floor.
+        pairs = ((beta, self.eager.per_row), (gamma, self.eager.per_square))
+        share = max(slope / own if own else 0.0 for slope, own in pairs)
+        hidden = max(self.eager.floor - self.eager.fixed, 0.0)
+        return min(alpha, self.eager.fixed + hidden * (1 - share))
 
     def bound(self, packs: int, rows: int, squares: int = 0) -> float:
         """No `packs` or more packs serve that many rows and squares in less time."""
-        at_least = max(packs * alpha + beta * rows for alpha, beta in self.lines)
-        return at_least + self.least_per_square * squares
+        return max(
+            packs * alpha + beta * rows + gamma * squares for alpha, beta, gamma in self.planes
+        )
 
 
 def _replay_cost(budget: int, own: list[Sample], pooled: tuple[float, ...]) -> Cost:

@@ -3,8 +3,10 @@ the cost policy no plan above greedy's or far above the best there is.
 """
 
 import random
+import runpy
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -273,3 +275,12 @@ def test_one_budget() -> None:
 def test_a_model_for_other_budgets_is_refused() -> None:
     with pytest.raises(ValueError, match=r"budgets \[512, 1024, 2048, 4096\], the limits \[64\]"):
         minimise_cost([Item(1)], Limits((64,), 8, 64), PADDED)
+
+
+def test_the_simulation_holds_its_bounds() -> None:
+    """bench/simulate_packing.py asserts for every request that no plan is below its bound, and none
+    of cost above greedy's."""
+    script = runpy.run_path(str(Path(__file__).parents[1] / "bench" / "simulate_packing.py"))
+    samples = script["samples_of"](script["json"].loads(script["MEASUREMENTS"].read_text()))
+    row = script["simulate"]("1-8 photographs", samples, 40)
+    assert row["policies"]["cost"]["above_bound"] < 0.05
