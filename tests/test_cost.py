@@ -14,7 +14,7 @@ costs = st.builds(Cost, small, st.floats(0, 1e-4), st.floats(0, 1e-8))
 
 @given(st.lists(costs, min_size=1, max_size=4), costs, st.floats(1e-3, 1e-1))
 def test_coefficients_are_recovered(replays, eager, floor) -> None:
-    """From exact times of every budget, in the sizes a calibration would run."""
+    """From exact times of every budget, full and half full, of long and of short sequences."""
     budgets = tuple(64 * 2**i for i in range(len(replays)))
     truth = CostModel(
         budgets,

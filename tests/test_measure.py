@@ -1,4 +1,4 @@
-"""Calibration asks for batches that fit and finds the costs behind the times."""
+"""Measuring asks for batches that fit and finds the costs behind the times."""
 
 import random
 
@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitgraph.graphs.budgets import ladder
-from vitgraph.graphs.calibration import MOST_BUDGETS, calibrate, shapes
 from vitgraph.graphs.config import Limits
 from vitgraph.graphs.cost import Cost, CostModel
+from vitgraph.graphs.measure import MOST_BUDGETS, measure_costs, shapes
 
 
 @given(st.integers(1, 9000), st.integers(1, 64), st.integers(1, 64), st.sampled_from([1, 2, 4]))
@@ -41,7 +41,7 @@ def test_costs_are_found(padded, budgets) -> None:
         noise = 1 + 0.02 * chance.random()
         return truth.seconds(budget, *sizes(grids)) * noise * (10 if cold else 1)
 
-    model = calibrate(run, Limits(budgets, 32, 64))
+    model = measure_costs(run, Limits(budgets, 32, 64))
     assert model.budgets == budgets
     assert len(asked) <= MOST_BUDGETS + 1 and {None, budgets[0], budgets[-1]} <= asked
     for budget in budgets:
@@ -55,5 +55,5 @@ def test_costs_are_found(padded, budgets) -> None:
 
 
 def test_one_budget() -> None:
-    model = calibrate(lambda grids, budget: 1e-3 * len(grids), Limits((4,), 1, 1))
+    model = measure_costs(lambda grids, budget: 1e-3 * len(grids), Limits((4,), 1, 1))
     assert model.budgets == (4,) and model.eager is not None

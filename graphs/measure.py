@@ -15,7 +15,7 @@ LONGEST = 2048
 MOST_BUDGETS = 8
 
 
-def calibrate(run: Run, limits: Limits, *, merge_size: int = 2, repeats: int = 3) -> CostModel:
+def measure_costs(run: Run, limits: Limits, *, merge_size: int = 2, repeats: int = 3) -> CostModel:
     """Fit a cost model to runs of a few shapes: some budgets full of long sequences, full of
     short ones, and nearly empty; and the same batches eagerly.
 
