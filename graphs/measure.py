@@ -46,14 +46,17 @@ def measure_costs(run: Run, limits: Limits, *, merge_size: int = 2, repeats: int
 
 
 def shapes(budget: int, limits: Limits, merge_size: int = 2) -> list[list[Grid]]:
-    """Batches of one budget: few long sequences, many short ones, one of a quarter of it."""
+    """Batches of one budget: few long sequences, many short ones, and one that is nearly empty.
+
+    The last anchors the fixed part, which small items are packed by.
+    """
     most = min(limits.max_items, limits.max_sequences, budget)
     few = min(-(-budget // LONGEST), most)
     many = max(min(most, budget // 16), few)
     return [
         [_image(budget // few, merge_size)] * few,
         [_image(budget // many, merge_size)] * many,
-        [_image(max(min(budget // 4, LONGEST), 1), merge_size)],
+        [_image(max(budget // 16, 1), merge_size)],
     ]
 
 

@@ -117,16 +117,15 @@ def minimise_cost(items: Sequence[Item], limits: Limits, model: CostModel) -> li
         -(-len(fitting) // limits.max_items),
         -(-sequences // max_sequences),
     )
-    if packs == 1:
-        groups, bound = [fitting], model.bound(2, tokens, squares)
-    else:
+    groups, eager = [fitting], model.eager
+    if packs > 1:
         plan = greedy([items[index] for index in fitting], limits)
         groups = [[fitting[i] for i in pack.indices] for pack in plan]
-        bound = model.bound(packs, tokens, squares)
     best = _price(groups, items, model, forced)
+    # All in one run is priced by now, and an eager run knows no limits: what is left has two.
+    bound = model.bound(packs if packs > 1 and eager is None else 2, tokens, squares)
     if len(fitting) == 1 or (best[0] <= CLOSE * bound and not forced):
         return best[1]
-    eager = model.eager
     if eager is not None and not forced and best[0] <= eager(0, 0):
         eager = None
     for groups in _candidates(items, fitting, limits, model, eager):

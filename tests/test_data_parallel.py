@@ -32,6 +32,7 @@ CASES = [
     "usable_after_a_mistake",
     "without_the_check",
     "a_group_of_some_ranks",
+    "the_check_beside_nccl",
 ]
 
 
@@ -261,6 +262,24 @@ class Cases:
             batch = self.batch(grids)
             outputs = self.make(self.encoder, group).execute(batch)
             self.expect(outputs, batch["pixel_values"], grids)
+
+    def the_check_beside_nccl(self) -> None:
+        """Batches are compared over a gloo group of their own where the group's backend is not
+        gloo; there is no NCCL here, so only the name is."""
+        from unittest import mock
+
+        import torch.distributed as dist
+
+        members = list(range(self.world))[-2:]
+        group = dist.new_group(members)
+        if self.rank not in members:
+            return
+        with mock.patch.object(dist, "get_backend", lambda group: "nccl"):
+            parallel = self.make(self.encoder, group)
+        assert parallel._check_group is not group
+        grids = IMAGES["two_items"]
+        batch = self.batch(grids)
+        self.expect(parallel.execute(batch), batch["pixel_values"], grids)
 
 
 if __name__ == "__main__":
