@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitgraph.encoder.attention import FREE_OF_EMPTY_SEQUENCES
 from vitgraph.encoder.calibration import calibrate
-from vitgraph.encoder.inputs import Grids, check_grids, check_pixels
+from vitgraph.encoder.inputs import Grid, Grids, check_grids, check_pixels
 
 # modality -> (key of the pixels, key of the grids)
 KEYS = {
@@ -124,6 +124,18 @@ class EncoderCudaGraphMixin:
     def get_encoder_cudagraph_per_item_sequences(self, mm_kwargs: dict[str, Any]) -> list[int]:
         """Attention sequences of each item: its frames."""
         return [t for t, _, _ in self._grids(mm_kwargs)]
+
+    def get_encoder_cudagraph_per_item_squares(self, mm_kwargs: dict[str, Any]) -> list[int]:
+        """Sum of the squared sequence lengths of each item, which attention grows with."""
+        return [t * (h * w) ** 2 for t, h, w in self._grids(mm_kwargs)]
+
+    def make_encoder_inputs(self, grids: list[Grid]) -> dict[str, Any]:
+        """A batch of random images, to measure with."""
+        patches = sum(t * h * w for t, h, w in grids)
+        pixels = torch.randn(patches, self.config.patch_width, device=self.device)
+        if self.pixel_dtype == torch.uint8:
+            pixels = pixels.mul_(64).add_(128).clamp_(0, 255)
+        return {"pixel_values": pixels.to(self.pixel_dtype), "image_grid_thw": list(grids)}
 
     def select_encoder_cudagraph_items(
         self, mm_kwargs: dict[str, Any], indices: list[int]

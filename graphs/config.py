@@ -17,7 +17,8 @@ class CompilationConfig:
     Attributes:
         cudagraph_mm_encoder: capture and replay graphs; False runs everything eagerly.
         encoder_cudagraph_token_budgets: capacities in tokens; empty infers powers of two over the
-            model's range, its maximum included.
+            model's range, its maximum included. Also a name: "ladder" (four steps an octave),
+            "ladder:STEPS", or "traffic:FILE", those that fit a histogram of `TrafficRecorder`.
         encoder_cudagraph_max_images_per_batch: items in one replay; 0 infers max_budget //
             min_budget, never above the smallest budget.
             `encoder_cudagraph_max_vision_items_per_batch` is the same.
@@ -30,19 +31,21 @@ class CompilationConfig:
     """
 
     cudagraph_mm_encoder: bool = False
-    encoder_cudagraph_token_budgets: tuple[int, ...] = ()
+    encoder_cudagraph_token_budgets: tuple[int, ...] | str = ()
     encoder_cudagraph_max_images_per_batch: int = 0
     encoder_cudagraph_max_frames_per_batch: int | None = None
 
     def __post_init__(self) -> None:
-        budgets = tuple(self.encoder_cudagraph_token_budgets)
+        named = isinstance(self.encoder_cudagraph_token_budgets, str)
+        budgets = () if named else tuple(self.encoder_cudagraph_token_budgets)
         for budget in budgets:
             if not _is_count(budget) or budget < 1:
                 raise ValueError(
                     f"encoder_cudagraph_token_budgets: {budget!r} in {list(budgets)} is no "
                     f"positive integer"
                 )
-        object.__setattr__(self, "encoder_cudagraph_token_budgets", tuple(sorted(set(budgets))))
+        if not named:
+            object.__setattr__(self, "encoder_cudagraph_token_budgets", tuple(sorted(set(budgets))))
         items = self.encoder_cudagraph_max_images_per_batch
         if not _is_count(items) or items < 0:
             raise ValueError(

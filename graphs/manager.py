@@ -5,14 +5,17 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from vitgraph.graphs.budgets import TrafficRecorder, resolve_budgets
 from vitgraph.graphs.config import CompilationConfig, infer_limits
-from vitgraph.graphs.packing import Item, Pack, greedy
+from vitgraph.graphs.cost import CostModel
+from vitgraph.graphs.measure import Grid, measure_costs
+from vitgraph.graphs.packing import Item, Pack, greedy, minimise_cost
 from vitgraph.graphs.protocol import SupportsEncoderCudaGraph
 from vitgraph.graphs.statistics import Statistics
 
@@ -51,6 +54,8 @@ class EncoderCudaGraphManager:
         device, dtype: of the static buffers; the model's own where it says.
         log_interval: log the statistics every so many batches, 0 for never.
         profile: measure each pack into `last_seconds`, at the price of a synchronisation a pack.
+        packing: "greedy", or "cost" for the least predicted time; the costs are measured at
+            capture, or given here (for the same budgets).
 
     Raises:
         ValueError: a model without the protocol's methods, or a configuration that cannot be
@@ -66,18 +71,35 @@ class EncoderCudaGraphManager:
         dtype: torch.dtype | None = None,
         log_interval: int = 100,
         profile: bool = False,
+        packing: Literal["greedy", "cost"] | CostModel = "greedy",
     ) -> None:
         missing = [name for name in _protocol_methods() if not hasattr(model, name)]
         if missing:
             raise ValueError(f"{type(model).__name__} lacks {', '.join(missing)}")
+        if packing == "cost" and not hasattr(model, "make_encoder_inputs"):
+            raise ValueError(
+                f"packing 'cost' measures the model, and {type(model).__name__} lacks "
+                f"make_encoder_inputs"
+            )
+        if packing not in ("greedy", "cost") and not isinstance(packing, CostModel):
+            raise ValueError(f"packing {packing!r} is 'greedy', 'cost' or a CostModel")
         self.model = model
+        self.packing = packing
+        self.cost_model = packing if isinstance(packing, CostModel) else None
+        self.traffic: TrafficRecorder | None = None
         self.config = config or CompilationConfig()
         self.device = torch.device(device or getattr(model, "device", "cpu"))
         self.dtype = dtype or getattr(model, "dtype", torch.float32)
         self.graph_config = model.get_encoder_cudagraph_config()
+        budget_range = model.get_encoder_cudagraph_budget_range()
+        budgets = resolve_budgets(
+            self.config.encoder_cudagraph_token_budgets,
+            budget_range,
+            max_items=self.config.encoder_cudagraph_max_images_per_batch,
+        )
         self.limits = infer_limits(
-            self.config,
-            model.get_encoder_cudagraph_budget_range(),
+            replace(self.config, encoder_cudagraph_token_budgets=budgets),
+            budget_range,
             self.graph_config.sequences_are_free,
         )
         self.statistics = Statistics(self.limits.budgets, log_interval)
@@ -115,6 +137,8 @@ class EncoderCudaGraphManager:
                 captured[budget] = self._capture(budget, largest, pool, stream)
                 largest = largest or captured[budget]
             self._graphs = captured
+            if self.packing == "cost":
+                self.cost_model = measure_costs(self._time, self.limits)
 
     def clear(self) -> None:
         """Release all graphs and static buffers; batches run eagerly until the next `capture`."""
@@ -123,6 +147,11 @@ class EncoderCudaGraphManager:
                 torch.cuda.synchronize(self.device)
             self._graphs = {}
             self._last_use = None
+
+    def record_traffic(self) -> TrafficRecorder:
+        """Count from now on what shares a replay, for budgets that fit (`budgets.traffic`)."""
+        self.traffic = self.traffic or TrafficRecorder()
+        return self.traffic
 
     def execute(self, mm_kwargs: dict[str, Any], *, borrow: bool = False) -> list[Tensor]:
         """Encode a batch.
@@ -147,12 +176,13 @@ class EncoderCudaGraphManager:
             self.last_plan = []
             return []
         with self._lock, torch.no_grad():
-            plan = greedy(items, self.limits) if self._graphs else [self._eager_pack(items)]
+            plan = self._plan(items)
             outputs: list[Tensor | None] = [None] * len(items)
             self.last_seconds = []
             for pack in plan:
                 started = time.perf_counter()
                 rows = self._run(mm_kwargs, pack, borrow and len(plan) == 1)
+                self.statistics.record(pack)
                 sizes = [items[index].tokens for index in pack.indices]
                 for index, output in zip(pack.indices, rows.split(sizes), strict=True):
                     outputs[index] = output
@@ -168,12 +198,34 @@ class EncoderCudaGraphManager:
         """Hits and misses (items), replays and fill per budget since the manager was made."""
         return self.statistics.as_dict()
 
+    def _plan(self, items: list[Item]) -> list[Pack]:
+        if self.traffic is not None:
+            self.traffic.record(p.tokens for p in greedy(items, self.limits) if p.budget)
+        if not self._graphs:
+            return [self._eager_pack(items)]
+        if self.cost_model is not None:
+            return minimise_cost(items, self.limits, self.cost_model)
+        return greedy(items, self.limits)
+
+    def _time(self, grids: list[Grid], budget: int | None) -> float:
+        """Seconds of one batch of random pixels from the device, to the synchronised result."""
+        mm_kwargs = self.model.check_encoder_inputs(self.model.make_encoder_inputs(grids))
+        tokens = sum(self.model.get_encoder_cudagraph_per_item_output_tokens(mm_kwargs))
+        synchronize = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
+        synchronize()
+        started = time.perf_counter()
+        self._run(mm_kwargs, Pack(tuple(range(len(grids))), tokens, budget), False)
+        synchronize()
+        return time.perf_counter() - started
+
     def _items(self, mm_kwargs: dict[str, Any]) -> list[Item]:
         tokens = self.model.get_encoder_cudagraph_per_item_output_tokens(mm_kwargs)
+        sequences, squares = [1] * len(tokens), [0] * len(tokens)
         if hasattr(self.model, "get_encoder_cudagraph_per_item_sequences"):
             sequences = self.model.get_encoder_cudagraph_per_item_sequences(mm_kwargs)
-            return [Item(t, s) for t, s in zip(tokens, sequences, strict=True)]
-        return [Item(t) for t in tokens]
+        if hasattr(self.model, "get_encoder_cudagraph_per_item_squares"):
+            squares = self.model.get_encoder_cudagraph_per_item_squares(mm_kwargs)
+        return list(map(Item, tokens, sequences, squares))
 
     @staticmethod
     def _eager_pack(items: list[Item]) -> Pack:
@@ -181,7 +233,6 @@ class EncoderCudaGraphManager:
 
     def _run(self, mm_kwargs: dict[str, Any], pack: Pack, borrow: bool) -> Tensor:
         selected = self.model.select_encoder_cudagraph_items(mm_kwargs, list(pack.indices))
-        self.statistics.record(pack)
         if pack.budget is None:
             return self.model.encoder_eager_forward(selected)
         graph = self._graphs[pack.budget]

@@ -1,0 +1,162 @@
+"""The items of a batch spread over the ranks of a process group, weights replicated."""
+
+import hashlib
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def assign(sizes: Sequence[int], world: int) -> list[list[int]]:
+    """Indices of the items of each rank, ascending: longest first onto the least loaded rank.
+
+    Items of equal size are handed out in their order, rank by rank, so that a rank's items are
+    neighbours where they can be and their pixels need no copy.
+    """
+    if world < 1:
+        raise ValueError(f"world size {world} must be at least 1")
+    loads = [(0, rank) for rank in range(world)]
+    counts: list[Counter[int]] = [Counter() for _ in range(world)]
+    for size in sorted(sizes, reverse=True):
+        load, rank = loads[0]
+        counts[rank][size] += 1
+        heapq.heapreplace(loads, (load + max(size, 1), rank))
+    ranks: list[list[int]] = [[] for _ in range(world)]
+    first: Counter[int] = Counter()  # the first rank that may have room for a size
+    for index, size in enumerate(sizes):
+        while not counts[first[size]][size]:
+            first[size] += 1
+        counts[first[size]][size] -= 1
+        ranks[first[size]].append(index)
+    return ranks
+
+
+class DataParallelEncoder:
+    """Every rank gets the whole batch, encodes its share, and returns all outputs.
+
+    Args:
+        encoder: a captured `EncoderCudaGraphManager`, or any model that implements
+            `SupportsEncoderCudaGraph` and has `device` and `dtype`, which then runs eagerly. The
+            weights of all ranks must be the same.
+        group: the process group; the default one if None. Making a `DataParallelEncoder` is a
+            collective operation, as is `execute`.
+        check: compare the batches of all ranks before each run: a few bytes over gloo, without
+            a wait for the GPU. Without it, ranks that disagree hang or return nonsense.
+
+    Ranks must call `execute` in the same order. A rank that fails in its encoder leaves the others
+    to the timeout of the process group.
+    """
+
+    def __init__(
+        self, encoder: Any, group: dist.ProcessGroup | None = None, check: bool = True
+    ) -> None:
+        self.encoder = encoder
+        self.model = getattr(encoder, "model", encoder)
+        self.group = group
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError(f"rank {dist.get_rank()} is not in the process group")
+        self.width = self.model.get_encoder_cudagraph_config().out_hidden_size
+        self._check_group = self._host_group() if check and self.world > 1 else None
+
+    def execute(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
+        """Encode a batch that all ranks hold.
+
+        Returns:
+            One tensor [tokens, width] an item, in the order of the items, on every rank. They are
+            views of one buffer that belongs to the caller.
+
+        Raises:
+            ValueError: a batch that does not fit together, or, on every rank, batches that differ.
+                Nothing has run.
+        """
+        model, error = self.model, None
+        try:
+            if (check := getattr(model, "check_encoder_inputs", None)) is not None:
+                mm_kwargs = check(mm_kwargs)
+            sizes = model.get_encoder_cudagraph_per_item_input_sizes(mm_kwargs)
+            tokens = model.get_encoder_cudagraph_per_item_output_tokens(mm_kwargs)
+        except ValueError as mistake:
+            error = mistake
+        if self._check_group is not None:
+            self._compare(None if error else _digest(mm_kwargs, sizes), error)
+        if error is not None:
+            raise error
+        ranks = assign(sizes, self.world)
+        own = self._encode(mm_kwargs, ranks[self.rank], len(sizes), tokens)
+        if self.world == 1 or not sizes:
+            return own
+        return self._gather(own, ranks, tokens)
+
+    def _encode(
+        self, mm_kwargs: dict[str, Any], indices: list[int], num_items: int, tokens: list[int]
+    ) -> list[Tensor]:
+        """The outputs of this rank's items; nothing is launched without any."""
+        if not indices:
+            return []
+        if len(indices) < num_items:
+            mm_kwargs = self.model.select_encoder_cudagraph_items(mm_kwargs, indices)
+        if self.encoder is not self.model:
+            return self.encoder.execute(mm_kwargs)
+        rows = self.model.encoder_eager_forward(mm_kwargs)
+        return list(rows.split([tokens[index] for index in indices]))
+
+    def _gather(self, own: list[Tensor], ranks: list[list[int]], tokens: list[int]) -> list[Tensor]:
+        """All ranks' outputs by one all-gather of equal shares, the last rows of which are
+        undefined where a rank has fewer."""
+        share = max(sum(tokens[index] for index in indices) for indices in ranks)
+        rows = torch.empty(
+            self.world * share, self.width, device=self.encoder.device, dtype=self.encoder.dtype
+        )
+        mine = rows[self.rank * share : (self.rank + 1) * share]
+        if own:
+            torch.cat(own, out=mine[: sum(map(len, own))])
+        dist.all_gather_into_tensor(rows, mine, group=self.group)
+        outputs: list[Tensor | None] = [None] * len(tokens)
+        for rank, indices in enumerate(ranks):
+            start = rank * share
+            for index in indices:
+                outputs[index] = rows[start : start + tokens[index]]
+                start += tokens[index]
+        return outputs
+
+    def _host_group(self) -> dist.ProcessGroup:
+        """A gloo group of the same ranks."""
+        if dist.get_backend(self.group) == "gloo":
+            return self.group or dist.group.WORLD
+        members = dist.get_process_group_ranks(self.group)
+        return dist.new_group(members, backend="gloo", use_local_synchronization=True)
+
+    def _compare(self, digest: tuple[int, int] | None, error: ValueError | None) -> None:
+        """Raise on every rank unless all have the same (digest, items); None: no valid batch."""
+        own = torch.tensor(digest or (0, -1), dtype=torch.int64)
+        every = torch.empty(self.world * 2, dtype=torch.int64)
+        dist.all_gather_into_tensor(every, own, group=self._check_group)
+        batches = list(map(tuple, every.view(-1, 2).tolist()))
+        if error is not None:
+            raise error
+        broken = [rank for rank, (_, items) in enumerate(batches) if items < 0]
+        if broken:
+            raise ValueError(f"data parallel: ranks {broken} were given no valid batch")
+        other = next((r for r, batch in enumerate(batches) if batch != batches[0]), None)
+        if other is not None:
+            items, others = batches[0][1], batches[other][1]
+            what = "of other sizes" if items == others else "items"
+            raise ValueError(
+                f"data parallel: the ranks hold different batches: rank 0 has {items} items, "
+                f"rank {other} has {others} {what}"
+            )
+
+
+def _digest(mm_kwargs: dict[str, Any], sizes: list[int]) -> tuple[int, int]:
+    """A hash of the batch's keys, shapes and grids (not of the pixels), and its number of items."""
+    parts = [
+        (key, tuple(value.shape) if isinstance(value, Tensor) else repr(value))
+        for key, value in sorted(mm_kwargs.items())
+    ]
+    text = repr((parts, list(sizes))).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big"), len(sizes)
