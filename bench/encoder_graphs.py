@@ -91,7 +91,7 @@ def measure(manager: EncoderCudaGraphManager, grids: list[tuple[int, int, int]])
     error = (torch.cat(manager.execute(batch)).double() - eager_output).norm()
     eager_ms, _ = wall(lambda: encoder(pixels, grids))
     graph_ms, host_ms = wall(lambda: manager.execute(batch))
-    graphs = [manager._graphs[pack.budget].graph for pack in manager.last_plan if pack.budget]
+    graphs = [manager.budget_graphs[p.budget].graph for p in manager.last_plan if p.budget]
     replay_ms = triton.testing.do_bench(
         lambda: [graph.replay() for graph in graphs], return_mode="median"
     )

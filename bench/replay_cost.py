@@ -30,7 +30,7 @@ def replay_ms(manager: EncoderCudaGraphManager, grids: Grids) -> float:
     pixels = torch.randn(patches, 1536, device="cuda").to(manager.model.dtype)
     manager.execute({"pixel_values": pixels, "image_grid_thw": grids}, borrow=True)
     (pack,) = manager.last_plan
-    graph = manager._graphs[pack.budget].graph
+    graph = manager.budget_graphs[pack.budget].graph
     times = []
     for _ in range(25):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

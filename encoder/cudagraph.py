@@ -60,10 +60,10 @@ class EncoderCudaGraphReplayBuffers:
 
 
 class EncoderCudaGraphMixin:
-    """The ten protocol methods for `Qwen3VLVisionEncoder`, and two optional ones.
+    """The ten protocol methods for `Qwen3VLVisionEncoder`, and some optional ones.
 
-    A batch (`mm_kwargs`) is {"pixel_values", "image_grid_thw"} or {"pixel_values_videos",
-    "video_grid_thw"}.
+    A batch (`mm_kwargs`) is {"pixel_values", "image_grid_thw"}, {"pixel_values_videos",
+    "video_grid_thw"}, or both, the images before the videos.
     """
 
     def check_encoder_inputs(self, mm_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -74,22 +74,40 @@ class EncoderCudaGraphMixin:
             ValueError: unknown or missing keys, or an item that does not fit its pixels.
         """
         given = {key for key, value in mm_kwargs.items() if value is not None}
-        modality = next((m for m, keys in KEYS.items() if given == set(keys)), None)
-        if modality is None:
+        parts = [keys for keys in KEYS.values() if given & set(keys)]
+        if not parts or given != {key for keys in parts for key in keys}:
             expected = " or ".join(f"{pixels} and {grids}" for pixels, grids in KEYS.values())
             raise ValueError(f"a batch has {expected}, got {sorted(given)}")
-        pixel_key, grid_key = KEYS[modality]
-        grids = check_grids(mm_kwargs[grid_key], self.config.spatial_merge_size)
-        pixels = check_pixels(mm_kwargs[pixel_key], grids, self.config.patch_width)
+        checked = [self._check(mm_kwargs[pixels], mm_kwargs[grids]) for pixels, grids in parts]
+        if len(checked) == 1:
+            return dict(zip(parts[0], checked[0], strict=True))
+        # Images and videos are the same to the encoder: one batch, one copy.
+        pixels = torch.cat([pixels.to(self.device, self.pixel_dtype) for pixels, _ in checked])
+        return {"pixel_values": pixels, "image_grid_thw": Grids(g for _, gs in checked for g in gs)}
+
+    def _check(self, pixel_values: Any, grid_thw: Any) -> tuple[Tensor, Grids]:
+        grids = check_grids(grid_thw, self.config.spatial_merge_size)
+        pixels = check_pixels(pixel_values, grids, self.config.patch_width)
         given_bytes, captured_bytes = (d == torch.uint8 for d in (pixels.dtype, self.pixel_dtype))
         if given_bytes and not captured_bytes:
             pixels = self.normalization.normalize(pixels.to(self.device), self.pixel_dtype)
         elif captured_bytes and not given_bytes:
             raise ValueError(
-                f"{pixel_key} has dtype {pixels.dtype}, but this encoder's graphs take uint8 "
-                f"patches (pixel_dtype=torch.uint8)"
+                f"pixels have dtype {pixels.dtype}, but this encoder's graphs take uint8 patches "
+                f"(pixel_dtype=torch.uint8)"
             )
-        return {pixel_key: pixels, grid_key: grids}
+        return pixels, grids
+
+    def estimate_encoder_memory(self, token_budget: int) -> int:
+        """Bytes of a captured budget: static pixels and output, and the activations at their peak
+        (two rows of the trunk and the widest of qkv and the MLP)."""
+        config = self.config
+        patches = token_budget * config.spatial_merge_size**2
+        widest = max(3 * config.hidden_size, config.intermediate_size)
+        pixels = patches * config.patch_width * self.pixel_dtype.itemsize
+        output = token_budget * config.output_width * self.dtype.itemsize
+        activations = patches * (2 * config.hidden_size + widest) * self.dtype.itemsize
+        return pixels + output + activations
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
         """Describe the graph's inputs."""

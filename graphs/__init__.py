@@ -1,7 +1,8 @@
 """Budgets, packing, capture and replay for vision encoders."""
 
+from vitgraph.graphs.capture import BudgetGraphMetadata
 from vitgraph.graphs.config import CompilationConfig
-from vitgraph.graphs.manager import BudgetGraphMetadata, EncoderCudaGraphManager
+from vitgraph.graphs.manager import EncoderCudaGraphManager
 from vitgraph.graphs.protocol import SupportsEncoderCudaGraph
 from vitgraph.graphs.tower import replace_vision_tower, restore_vision_tower
 

@@ -1,4 +1,4 @@
-"""Command line: `vitgraph encode`, `demo`, `precompile`, `doctor`."""
+"""Command line: `vitgraph encode`, `demo`, `stats`, `precompile`, `doctor`."""
 
 import argparse
 import sys
@@ -53,6 +53,9 @@ def _parser() -> argparse.ArgumentParser:
         help='e.g. \'{"cudagraph_mm_encoder": true, "encoder_cudagraph_token_budgets": [512]}\'',
     )
     encode.add_argument("--output", type=Path, default=None, help="write a .safetensors file")
+    encode.add_argument(
+        "--record", type=Path, default=None, metavar="FILE", help="write the run for `stats`"
+    )
     encode.add_argument("--batch-size", type=int, default=8, help="items a batch (default: 8)")
     encode.add_argument(
         "--keep-going", action="store_true", help="report unreadable files and encode the others"
@@ -77,6 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     precompile.set_defaults(run=_precompile)
 
+    stats = commands.add_parser("stats", help="show a run recorded by `encode --record`")
+    stats.add_argument("file", type=Path)
+    stats.add_argument("--picture", type=Path, default=None, metavar="PNG")
+    stats.set_defaults(run=_stats)
+
     doctor = commands.add_parser("doctor", help="what is installed and what works here")
     doctor.set_defaults(run=_doctor)
     return parser
@@ -98,6 +106,17 @@ def _precompile(args: argparse.Namespace) -> int:
     from vitgraph.graphs.precompile import precompile_command
 
     return precompile_command(args, console)
+
+
+def _stats(args: argparse.Namespace) -> int:
+    from vitgraph.graphs.recording import RunRecorder, picture, table
+
+    run = RunRecorder.load(args.file)
+    console.print(table(run))
+    if args.picture:
+        picture(run).savefig(args.picture, dpi=120)
+        console.print(f"wrote {args.picture}", markup=False)
+    return 0
 
 
 def _doctor(args: argparse.Namespace) -> int:

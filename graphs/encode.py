@@ -39,6 +39,8 @@ def encode_files(args: argparse.Namespace, console: Console, errors: Console) ->
     if not paths:
         raise ValueError("nothing to encode: name files or folders")
     manager = build_manager(args, console)
+    if args.record:
+        manager.record_run()
     loader = MediaLoader(args.model, args.max_pixels)
     results: list[Result] = []
     failed = 0
@@ -61,6 +63,8 @@ def encode_files(args: argparse.Namespace, console: Console, errors: Console) ->
     if args.output and results:
         write(args.output, results)
         console.print(f"wrote {args.output}", markup=False)
+    if args.record:
+        manager.run.save(args.record)
     if failed:
         errors.print(f"{failed} of {len(paths)} files could not be read", style="yellow")
     return 1 if failed else 0

@@ -1,48 +1,26 @@
-"""Capture one CUDA graph a token budget, pack items into them, replay."""
+"""Pack items into captured budgets, replay, and run eagerly what no budget serves."""
 
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from vitgraph.graphs.borrow import BorrowedTensor
 from vitgraph.graphs.budgets import TrafficRecorder, resolve_budgets
+from vitgraph.graphs.capture import BudgetGraphMetadata, BudgetGraphs
 from vitgraph.graphs.config import CompilationConfig, infer_limits
 from vitgraph.graphs.cost import CostModel
 from vitgraph.graphs.measure import Grid, measure_costs
 from vitgraph.graphs.packing import Item, Pack, greedy, minimise_cost
 from vitgraph.graphs.protocol import SupportsEncoderCudaGraph
+from vitgraph.graphs.recording import RunRecorder
 from vitgraph.graphs.statistics import Statistics
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class BudgetGraphMetadata:
-    """One captured budget.
-
-    Attributes:
-        token_budget: capacity in tokens.
-        max_batch_size: capacity in items.
-        graph: the CUDA graph; None on the CPU, where a replay runs the captured forward instead.
-        input_buffer: static rows of the items' patches.
-        metadata_buffers: other static tensors of the forward, by name.
-        output_buffer: where a replay leaves its rows; None on the CPU.
-        mm_kwargs: the keyword inputs that were captured.
-    """
-
-    token_budget: int
-    max_batch_size: int
-    graph: torch.cuda.CUDAGraph | None
-    input_buffer: Tensor
-    metadata_buffers: dict[str, Tensor]
-    output_buffer: Tensor | None
-    mm_kwargs: dict[str, Any]
 
 
 class EncoderCudaGraphManager:
@@ -54,6 +32,7 @@ class EncoderCudaGraphManager:
         device, dtype: of the static buffers; the model's own where it says.
         log_interval: log the statistics every so many batches, 0 for never.
         profile: measure each pack into `last_seconds`, at the price of a synchronisation a pack.
+        debug: borrowed outputs raise when they are used after they were overwritten.
         packing: "greedy", or "cost" for the least predicted time; the costs are measured at
             capture, or given here (for the same budgets).
 
@@ -71,6 +50,7 @@ class EncoderCudaGraphManager:
         dtype: torch.dtype | None = None,
         log_interval: int = 100,
         profile: bool = False,
+        debug: bool = False,
         packing: Literal["greedy", "cost"] | CostModel = "greedy",
     ) -> None:
         missing = [name for name in _protocol_methods() if not hasattr(model, name)]
@@ -87,78 +67,114 @@ class EncoderCudaGraphManager:
         self.packing = packing
         self.cost_model = packing if isinstance(packing, CostModel) else None
         self.traffic: TrafficRecorder | None = None
+        self.run: RunRecorder | None = None
         self.config = config or CompilationConfig()
         self.device = torch.device(device or getattr(model, "device", "cpu"))
         self.dtype = dtype or getattr(model, "dtype", torch.float32)
-        self.graph_config = model.get_encoder_cudagraph_config()
         budget_range = model.get_encoder_cudagraph_budget_range()
         budgets = resolve_budgets(
             self.config.encoder_cudagraph_token_budgets,
             budget_range,
             max_items=self.config.encoder_cudagraph_max_images_per_batch,
         )
-        self.limits = infer_limits(
+        self._requested = infer_limits(
             replace(self.config, encoder_cudagraph_token_budgets=budgets),
             budget_range,
-            self.graph_config.sequences_are_free,
+            model.get_encoder_cudagraph_config().sequences_are_free,
         )
+        self.limits = self._requested
         self.statistics = Statistics(self.limits.budgets, log_interval)
         self.profile = profile
+        self.debug = debug
         self.last_plan: list[Pack] = []
         self.last_seconds: list[float] = []
-        self._graphs: dict[int, BudgetGraphMetadata] = {}
+        self._graphs = BudgetGraphs(model, self.limits, self.device, self.dtype)
         self._lock = threading.RLock()
-        self._last_use: torch.cuda.Event | None = None
+        self._generation = 0
 
     @property
     def budgets(self) -> tuple[int, ...]:
         """Capacities in tokens, ascending."""
         return self.limits.budgets
 
+    @property
+    def budget_graphs(self) -> dict[int, BudgetGraphMetadata]:
+        """The captured budgets."""
+        return self._graphs.by_budget
+
     def is_captured(self) -> bool:
         """Whether replays can be served."""
-        return bool(self._graphs)
+        return bool(self._graphs.by_budget)
 
     def capture(self) -> None:
         """Capture every budget, largest first, into one memory pool and one set of static buffers.
 
-        Does nothing when graphs are off. May be called again: it starts afresh.
+        Does nothing when graphs are off. May be called again: it starts afresh. Budgets that do
+        not fit the memory are dropped with a warning; `memory_report` names them.
         """
         if not self.config.cudagraph_mm_encoder:
             logger.info("encoder graphs are off (cudagraph_mm_encoder=False)")
             return
         with self._lock, torch.no_grad():
             self.clear()
-            captured: dict[int, BudgetGraphMetadata] = {}
-            pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-            stream = torch.cuda.Stream(self.device) if pool is not None else None
-            largest = None
-            for budget in reversed(self.limits.budgets):
-                captured[budget] = self._capture(budget, largest, pool, stream)
-                largest = largest or captured[budget]
-            self._graphs = captured
-            if self.packing == "cost":
+            graphs = BudgetGraphs(self.model, self._requested, self.device, self.dtype)
+            graphs.capture(self._requested.budgets)
+            self._graphs = graphs
+            captured = tuple(sorted(graphs.by_budget))
+            self.limits = replace(self._requested, budgets=captured or self._requested.budgets)
+            if self.packing == "cost" and captured:
                 self.cost_model = measure_costs(self._time, self.limits)
 
     def clear(self) -> None:
         """Release all graphs and static buffers; batches run eagerly until the next `capture`."""
         with self._lock:
-            if self._graphs and self.device.type == "cuda":
+            if self.is_captured() and self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            self._graphs = {}
-            self._last_use = None
+            self._graphs = BudgetGraphs(self.model, self._requested, self.device, self.dtype)
+            self.limits = self._requested
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def estimate_memory(self) -> dict[int, int]:
+        """Bytes that a capture of each budget alone would take; all of them together take what
+        the largest takes, for the buffers and the pool are shared.
+
+        Raises:
+            ValueError: the model cannot tell (it lacks `estimate_encoder_memory`).
+        """
+        estimate = getattr(self.model, "estimate_encoder_memory", None)
+        if estimate is None:
+            raise ValueError(f"{type(self.model).__name__} lacks estimate_encoder_memory")
+        return {budget: estimate(budget) for budget in self._requested.budgets}
+
+    def memory_report(self) -> dict[str, Any]:
+        """What capture took: bytes added by each budget (largest first), their sum, and the
+        budgets that did not fit."""
+        added = {b: graph.memory_bytes for b, graph in self._graphs.by_budget.items()}
+        return {
+            "budgets": added,
+            "total": sum(added.values()),
+            "dropped": list(self._graphs.dropped),
+        }
 
     def record_traffic(self) -> TrafficRecorder:
         """Count from now on what shares a replay, for budgets that fit (`budgets.traffic`)."""
         self.traffic = self.traffic or TrafficRecorder()
         return self.traffic
 
+    def record_run(self) -> RunRecorder:
+        """Keep every pack and its time from now on, for `vitgraph stats`; turns `profile` on."""
+        self.profile = True
+        self.run = self.run or RunRecorder()
+        return self.run
+
     def execute(self, mm_kwargs: dict[str, Any], *, borrow: bool = False) -> list[Tensor]:
         """Encode a batch.
 
         Args:
             mm_kwargs: keyword inputs, e.g. {"pixel_values": [patches, 1536], "image_grid_thw":
-                [items, 3]} or {"pixel_values_videos": ..., "video_grid_thw": ...}.
+                [items, 3]}, {"pixel_values_videos": ..., "video_grid_thw": ...}, or both: then the
+                images come first.
             borrow: return views of the static output buffer where one replay serves the whole
                 batch; they hold until the next `execute`. Otherwise outputs are the caller's own.
 
@@ -181,15 +197,22 @@ class EncoderCudaGraphManager:
             self.last_seconds = []
             for pack in plan:
                 started = time.perf_counter()
-                rows = self._run(mm_kwargs, pack, borrow and len(plan) == 1)
-                self.statistics.record(pack)
+                lent = borrow and len(plan) == 1 and pack.budget is not None
+                rows = self._run(mm_kwargs, pack, lent)
                 sizes = [items[index].tokens for index in pack.indices]
                 for index, output in zip(pack.indices, rows.split(sizes), strict=True):
-                    outputs[index] = output
+                    outputs[index] = self._lend(output) if lent and self.debug else output
                 if self.profile:
                     if self.device.type == "cuda":
                         torch.cuda.synchronize(self.device)
                     self.last_seconds.append(time.perf_counter() - started)
+                if self.run is not None:
+                    self.run.record(pack, self.last_seconds[-1])
+                if pack.budget is not None:
+                    self.statistics.record_replay(pack, *self.last_seconds[-1:])
+                else:
+                    reasons = (self._miss_reason(items[index]) for index in pack.indices)
+                    self.statistics.record_misses(reasons, *self.last_seconds[-1:])
             self.last_plan = plan
             self.statistics.finish_batch()
         return outputs
@@ -201,7 +224,7 @@ class EncoderCudaGraphManager:
     def _plan(self, items: list[Item]) -> list[Pack]:
         if self.traffic is not None:
             self.traffic.record(p.tokens for p in greedy(items, self.limits) if p.budget)
-        if not self._graphs:
+        if not self.is_captured():
             return [self._eager_pack(items)]
         if self.cost_model is not None:
             return minimise_cost(items, self.limits, self.cost_model)
@@ -235,143 +258,23 @@ class EncoderCudaGraphManager:
         selected = self.model.select_encoder_cudagraph_items(mm_kwargs, list(pack.indices))
         if pack.budget is None:
             return self.model.encoder_eager_forward(selected)
-        graph = self._graphs[pack.budget]
-        with self._static_buffers_in_use():
-            self._fill(graph, selected)
-            if graph.graph is None:
-                output = self.model.encoder_cudagraph_forward(
-                    graph.mm_kwargs, graph.metadata_buffers
-                )
-            else:
-                graph.graph.replay()
-                output = graph.output_buffer
-            rows = output[: pack.tokens]
-            return rows if borrow else rows.clone()
+        self._generation += 1
+        return self._graphs.replay(selected, pack.budget, pack.tokens, borrow=borrow)
 
-    def _fill(self, graph: BudgetGraphMetadata, selected: dict[str, Any]) -> None:
-        """Copy one batch into the static buffers, zeroing what it leaves where the model needs
-        that.
-        """
-        replay = self.model.prepare_encoder_cudagraph_replay_buffers(
-            selected, self.limits.max_items, self.limits.max_sequences
-        )
-        copies = [(graph.input_buffer, selected[self._input_key(selected)])]
-        copies += [
-            (graph.metadata_buffers[key], replay.buffers[key])
-            for key in self.graph_config.buffer_keys
-            if key in replay.buffers
-        ]
-        for buffer, source in copies:
-            if self.graph_config.zero_buffers:
-                buffer[len(source) :].zero_()
-            _copy_rows(buffer, source)
+    def _lend(self, rows: Tensor) -> Tensor:
+        generation = self._generation
+        return BorrowedTensor.lend(rows, lambda: self._generation == generation)
 
-    def _input_key(self, mm_kwargs: dict[str, Any]) -> str:
-        return next(
-            key for key in self.graph_config.input_key_by_modality.values() if key in mm_kwargs
-        )
-
-    @contextmanager
-    def _static_buffers_in_use(self) -> Iterator[None]:
-        """Order this use of the static buffers after the last one, whatever streams the two are
-        on.
-        """
-        if self.device.type != "cuda":
-            yield
-            return
-        stream = torch.cuda.current_stream(self.device)
-        if self._last_use is None:
-            self._last_use = torch.cuda.Event()
-        else:
-            stream.wait_event(self._last_use)
-        yield
-        self._last_use.record(stream)
-
-    def _capture(
-        self,
-        budget: int,
-        largest: BudgetGraphMetadata | None,
-        pool: Any,
-        stream: torch.cuda.Stream | None,
-    ) -> BudgetGraphMetadata:
-        inputs = self.model.prepare_encoder_cudagraph_capture_inputs(
-            budget, self.limits.max_items, self.limits.max_sequences, self.device, self.dtype
-        )
-        mm_kwargs, buffers = dict(inputs.mm_kwargs), dict(inputs.buffers)
-        input_key = self._input_key(mm_kwargs)
-        if largest is not None:
-            mm_kwargs[input_key] = _prefix(largest.input_buffer, mm_kwargs[input_key])
-            for key, buffer in buffers.items():
-                buffers[key] = _prefix(largest.metadata_buffers[key], buffer)
-        metadata = BudgetGraphMetadata(
-            token_budget=budget,
-            max_batch_size=self.limits.max_items,
-            graph=None,
-            input_buffer=mm_kwargs[input_key],
-            metadata_buffers=buffers,
-            output_buffer=None,
-            mm_kwargs=mm_kwargs,
-        )
-        if stream is not None:
-            self._record(metadata, largest, pool, stream)
-        logger.info("captured encoder budget %d", budget)
-        return metadata
-
-    def _record(
-        self,
-        metadata: BudgetGraphMetadata,
-        largest: BudgetGraphMetadata | None,
-        pool: Any,
-        stream: torch.cuda.Stream,
-    ) -> None:
-        """Run the forward once on the capturing stream, then capture it."""
-
-        def forward() -> Tensor:
-            return self.model.encoder_cudagraph_forward(
-                metadata.mm_kwargs, metadata.metadata_buffers
-            )
-
-        statics = [metadata.input_buffer, *metadata.metadata_buffers.values()]
-        metadata.graph = torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            output = forward()
-            in_place = any(_same_storage(output, static) for static in statics)
-            if not in_place:
-                output = torch.zeros_like(output)
-                output = output if largest is None else _prefix(largest.output_buffer, output)
-            metadata.output_buffer = output
-            with torch.cuda.graph(
-                metadata.graph, pool=pool, stream=stream, capture_error_mode="thread_local"
-            ):
-                captured = forward()
-                if not in_place:
-                    metadata.output_buffer.copy_(captured)
-        torch.cuda.current_stream(self.device).wait_stream(stream)
+    def _miss_reason(self, item: Item) -> str:
+        """Why an item that ran eagerly was in no replay."""
+        if not self.is_captured():
+            return "not_captured" if self.config.cudagraph_mm_encoder else "graphs_off"
+        if item.tokens > self.limits.budgets[-1]:
+            return "too_large"
+        if item.sequences > self.limits.max_sequences:
+            return "too_many_sequences"
+        return "declined"
 
 
 def _protocol_methods() -> list[str]:
     return [name for name in vars(SupportsEncoderCudaGraph) if "encoder" in name]
-
-
-def _prefix(large: Tensor, small: Tensor) -> Tensor:
-    """The first rows of `large` holding the values of `small`; `small` itself where it does not
-    fit.
-    """
-    if large.dtype != small.dtype or large.shape[1:] != small.shape[1:] or len(small) > len(large):
-        return small
-    prefix = large[: len(small)]
-    return prefix.copy_(small)
-
-
-def _same_storage(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def _copy_rows(buffer: Tensor, source: Tensor) -> None:
-    """Copy into the first rows. Values of another dtype are converted on the device, not on the
-    host.
-    """
-    if source.dtype != buffer.dtype and source.device != buffer.device:
-        source = source.to(buffer.device, non_blocking=True)
-    buffer[: len(source)].copy_(source, non_blocking=True)

@@ -1,7 +1,8 @@
 """Counts of what the manager did."""
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,19 +13,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class BudgetStatistics:
-    """Replays of one budget, and the items and real tokens they held."""
+    """Replays of one budget, the items and real tokens they held, and their time where it was
+    measured (`profile`)."""
 
     replays: int = 0
     items: int = 0
     tokens: int = 0
+    seconds: float = 0.0
 
 
 class Statistics:
-    """Hits, misses and fill; logs a line every `log_interval` batches (0: never)."""
+    """Hits, misses by reason, and fill; logs a line every `log_interval` batches (0: never)."""
 
     def __init__(self, budgets: Sequence[int], log_interval: int = 100) -> None:
         self.budgets = {budget: BudgetStatistics() for budget in budgets}
-        self.misses = 0
+        self.misses_by_reason: Counter[str] = Counter()
+        self.eager_seconds = 0.0
         self.batches = 0
         self.log_interval = log_interval
 
@@ -33,15 +37,23 @@ class Statistics:
         """Items served by a budget."""
         return sum(budget.items for budget in self.budgets.values())
 
-    def record(self, pack: Pack) -> None:
-        """Count one pack: a replay of its budget, or misses where it ran eagerly."""
-        if pack.budget is None:
-            self.misses += len(pack.indices)
-            return
+    @property
+    def misses(self) -> int:
+        """Items that ran eagerly."""
+        return self.misses_by_reason.total()
+
+    def record_replay(self, pack: Pack, seconds: float = 0.0) -> None:
+        """Count a replay."""
         budget = self.budgets[pack.budget]
         budget.replays += 1
         budget.items += len(pack.indices)
         budget.tokens += pack.tokens
+        budget.seconds += seconds
+
+    def record_misses(self, reasons: Iterable[str], seconds: float = 0.0) -> None:
+        """Count items that ran eagerly together, by reason."""
+        self.misses_by_reason.update(reasons)
+        self.eager_seconds += seconds
 
     def finish_batch(self) -> None:
         """Count one batch and log when the interval is full."""
@@ -58,13 +70,16 @@ class Statistics:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """Cumulative numbers; fill is real tokens over captured tokens of the replays."""
+        """Cumulative numbers; fill is real tokens over captured tokens of the replays, padded the
+        captured tokens that held nothing, seconds zero unless the manager profiles."""
         total = self.hits + self.misses
         return {
             "graph_hits": self.hits,
             "graph_misses": self.misses,
+            "misses_by_reason": dict(self.misses_by_reason),
             "hit_rate": self.hits / total if total else 0.0,
             "batches": self.batches,
+            "eager_seconds": self.eager_seconds,
             "num_budgets": len(self.budgets),
             "token_budgets": list(self.budgets),
             "budgets": {
@@ -72,7 +87,9 @@ class Statistics:
                     "replays": numbers.replays,
                     "items": numbers.items,
                     "tokens": numbers.tokens,
+                    "padded": numbers.replays * budget - numbers.tokens,
                     "fill": numbers.tokens / (numbers.replays * budget) if numbers.replays else 0.0,
+                    "seconds": numbers.seconds,
                 }
                 for budget, numbers in self.budgets.items()
             },

@@ -33,9 +33,9 @@ def test_counters_follow_the_statistics(registry) -> None:
     manager = Manager()
     EncoderMetrics(registry).watch("vision", manager)
     assert value(registry, "batches", encoder="vision") == 0
-    manager.statistics.record(Pack((0, 2), 60, 64))
-    manager.statistics.record(Pack((1,), 65, 128))
-    manager.statistics.record(Pack((3, 4), 9000, None))
+    manager.statistics.record_replay(Pack((0, 2), 60, 64))
+    manager.statistics.record_replay(Pack((1,), 65, 128))
+    manager.statistics.record_misses(["too_large", "declined"])
     manager.statistics.finish_batch()
     assert value(registry, "batches", encoder="vision") == 1
     assert value(registry, "items", encoder="vision", served="graph") == 3
@@ -48,12 +48,11 @@ def test_counters_follow_the_statistics(registry) -> None:
         assert value(registry, "capacity_tokens", **labels) == int(budget)
 
 
-def test_misses_by_reason_where_the_statistics_have_them(registry) -> None:
+def test_misses_by_reason(registry) -> None:
     manager = Manager()
     EncoderMetrics(registry).watch("vision", manager)
     assert value(registry, "misses", encoder="vision", reason="too_large") is None
-    stats = manager.get_cumulative_stats() | {"misses_by_reason": {"too_large": 2}}
-    manager.get_cumulative_stats = lambda: stats
+    manager.statistics.record_misses(["too_large"] * 2)
     assert value(registry, "misses", encoder="vision", reason="too_large") == 2
 
 

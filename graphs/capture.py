@@ -1,0 +1,273 @@
+"""Capture and replay: one graph a budget, over one memory pool and one set of static buffers."""
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitgraph.graphs.config import Limits
+from vitgraph.graphs.protocol import SupportsEncoderCudaGraph
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class BudgetGraphMetadata:
+    """One captured budget.
+
+    Attributes:
+        token_budget: capacity in tokens.
+        max_batch_size: capacity in items.
+        graph: the CUDA graph; None on the CPU, where a replay runs the captured forward instead.
+        input_buffer: static rows of the items' patches.
+        metadata_buffers: other static tensors of the forward, by name.
+        output_buffer: where a replay leaves its rows; None on the CPU.
+        mm_kwargs: the keyword inputs that were captured.
+        memory_bytes: what capturing this budget added to the device's memory.
+    """
+
+    token_budget: int
+    max_batch_size: int
+    graph: torch.cuda.CUDAGraph | None
+    input_buffer: Tensor
+    metadata_buffers: dict[str, Tensor]
+    output_buffer: Tensor | None
+    mm_kwargs: dict[str, Any]
+    memory_bytes: int = 0
+
+
+class BudgetGraphs:
+    """The captured budgets of a model; a replay may be asked for by any thread on any stream.
+
+    Args:
+        model: the encoder.
+        limits: budgets to capture, and what a replay may hold.
+        device, dtype: of the static buffers.
+    """
+
+    def __init__(
+        self,
+        model: SupportsEncoderCudaGraph,
+        limits: Limits,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.model, self.limits, self.device, self.dtype = model, limits, device, dtype
+        self.config = model.get_encoder_cudagraph_config()
+        self.by_budget: dict[int, BudgetGraphMetadata] = {}
+        self.dropped: tuple[int, ...] = ()
+        self._weights: list[tuple[dict[str, Tensor], str, str]] = []
+        self._addresses: list[int] = []
+        self._lock = threading.RLock()
+        self._last_use: torch.cuda.Event | None = None
+
+    def capture(self, budgets: Sequence[int]) -> None:
+        """Capture `budgets`, largest first. One that does not fit the memory is dropped."""
+        on_gpu = self.device.type == "cuda"
+        pool = torch.cuda.graph_pool_handle() if on_gpu else None
+        stream = _capturing_stream(self.device) if on_gpu else None
+        dropped = []
+        for budget in sorted(budgets, reverse=True):
+            before = self._memory_in_use()
+            try:
+                metadata = self._capture(budget, pool, stream)
+            except torch.OutOfMemoryError as error:
+                dropped.append(budget)
+                logger.warning("encoder budget %d does not fit the memory: %s", budget, error)
+                if on_gpu:
+                    torch.cuda.empty_cache()
+                continue
+            metadata.memory_bytes = self._memory_in_use() - before
+            self.by_budget[budget] = metadata
+        self.dropped = tuple(sorted(dropped))
+        if isinstance(self.model, nn.Module):
+            self._weights = [
+                (tensors, name, f"{path}.{name}".lstrip("."))
+                for path, module in self.model.named_modules()
+                for tensors in (module._parameters, module._buffers)
+                for name, tensor in tensors.items()
+                if tensor is not None
+            ]
+            self._addresses = [tensors[name].data_ptr() for tensors, name, _ in self._weights]
+
+    def replay(
+        self, selected: dict[str, Any], budget: int, tokens: int, *, borrow: bool = False
+    ) -> Tensor:
+        """Copy a batch in, replay, and return its `tokens` rows: a copy, or with `borrow` a view
+        of the static output.
+
+        Raises:
+            RuntimeError: the model's weights are no longer where the graphs read them.
+        """
+        graph = self.by_budget[budget]
+        with self._exclusive_use():
+            self.check_addresses()
+            self._fill(graph, selected)
+            if graph.graph is None:
+                output = self.model.encoder_cudagraph_forward(
+                    graph.mm_kwargs, graph.metadata_buffers
+                )
+            else:
+                graph.graph.replay()
+                output = graph.output_buffer
+            return output[:tokens] if borrow else output[:tokens].clone()
+
+    def check_addresses(self) -> None:
+        """Graphs hold addresses: a weight that moved would be read as whatever is there now.
+
+        Raises:
+            RuntimeError: naming a weight that moved since capture, and what to do.
+        """
+        weights = self._weights
+        if [tensors[name].data_ptr() for tensors, name, _ in weights] == self._addresses:
+            return
+        moved = [
+            path
+            for (tensors, name, path), address in zip(weights, self._addresses, strict=True)
+            if tensors[name].data_ptr() != address
+        ]
+        raise RuntimeError(
+            f"{len(moved)} of {len(weights)} weights moved since capture, {moved[0]} among them: "
+            f"call capture() again, or clear() to run eagerly"
+        )
+
+    def _fill(self, graph: BudgetGraphMetadata, selected: dict[str, Any]) -> None:
+        """Copy into the static buffers, zeroing what is left where the model needs that."""
+        replay = self.model.prepare_encoder_cudagraph_replay_buffers(
+            selected, self.limits.max_items, self.limits.max_sequences
+        )
+        copies = [(graph.input_buffer, selected[self._input_key(selected)])]
+        copies += [
+            (graph.metadata_buffers[key], replay.buffers[key])
+            for key in self.config.buffer_keys
+            if key in replay.buffers
+        ]
+        for buffer, source in copies:
+            if self.config.zero_buffers:
+                buffer[len(source) :].zero_()
+            _copy_rows(buffer, source)
+
+    def _input_key(self, mm_kwargs: dict[str, Any]) -> str:
+        return next(key for key in self.config.input_key_by_modality.values() if key in mm_kwargs)
+
+    @contextmanager
+    def _exclusive_use(self) -> Iterator[None]:
+        """One user of the static buffers at a time, ordered after the last one's stream."""
+        with self._lock:
+            if self.device.type != "cuda":
+                yield
+                return
+            stream = torch.cuda.current_stream(self.device)
+            if self._last_use is None:
+                self._last_use = torch.cuda.Event()
+            else:
+                stream.wait_event(self._last_use)
+            try:
+                yield
+            finally:
+                self._last_use.record(stream)
+
+    def _capture(
+        self, budget: int, pool: Any, stream: torch.cuda.Stream | None
+    ) -> BudgetGraphMetadata:
+        inputs = self.model.prepare_encoder_cudagraph_capture_inputs(
+            budget, self.limits.max_items, self.limits.max_sequences, self.device, self.dtype
+        )
+        mm_kwargs, buffers = dict(inputs.mm_kwargs), dict(inputs.buffers)
+        input_key = self._input_key(mm_kwargs)
+        largest = self.by_budget[max(self.by_budget)] if self.by_budget else None
+        if largest is not None:
+            mm_kwargs[input_key] = _prefix(largest.input_buffer, mm_kwargs[input_key])
+            for key, buffer in buffers.items():
+                buffers[key] = _prefix(largest.metadata_buffers[key], buffer)
+        metadata = BudgetGraphMetadata(
+            token_budget=budget,
+            max_batch_size=self.limits.max_items,
+            graph=None,
+            input_buffer=mm_kwargs[input_key],
+            metadata_buffers=buffers,
+            output_buffer=None,
+            mm_kwargs=mm_kwargs,
+        )
+        if stream is not None:
+            self._record(metadata, largest, pool, stream)
+        logger.info("captured encoder budget %d", budget)
+        return metadata
+
+    def _record(
+        self,
+        metadata: BudgetGraphMetadata,
+        largest: BudgetGraphMetadata | None,
+        pool: Any,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        """Run the forward once on the capturing stream, then capture it."""
+
+        def forward() -> Tensor:
+            return self.model.encoder_cudagraph_forward(
+                metadata.mm_kwargs, metadata.metadata_buffers
+            )
+
+        statics = [metadata.input_buffer, *metadata.metadata_buffers.values()]
+        metadata.graph = torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            output = forward()
+            in_place = any(_same_storage(output, static) for static in statics)
+            if not in_place:
+                output = torch.zeros_like(output)
+                output = output if largest is None else _prefix(largest.output_buffer, output)
+            metadata.output_buffer = output
+            # thread_local: the work of other threads does not invalidate the capture, nor it theirs
+            with torch.cuda.graph(
+                metadata.graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+            ):
+                captured = forward()
+                if not in_place:
+                    metadata.output_buffer.copy_(captured)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+
+    def _memory_in_use(self) -> int:
+        """Bytes; on the CPU those of the static buffers."""
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            return total - free
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for graph in self.by_budget.values()
+            for tensor in (graph.input_buffer, *graph.metadata_buffers.values())
+        }
+        return sum(storages.values())
+
+
+def _capturing_stream(device: torch.device) -> torch.cuda.Stream:
+    """The calling stream, unless that is the default one, which cannot be captured."""
+    current = torch.cuda.current_stream(device)
+    if current != torch.cuda.default_stream(device):
+        return current
+    return torch.cuda.Stream(device)
+
+
+def _prefix(large: Tensor, small: Tensor) -> Tensor:
+    """The first rows of `large` with the values of `small`; `small` itself where it does not
+    fit.
+    """
+    if large.dtype != small.dtype or large.shape[1:] != small.shape[1:] or len(small) > len(large):
+        return small
+    return large[: len(small)].copy_(small)
+
+
+def _same_storage(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _copy_rows(buffer: Tensor, source: Tensor) -> None:
+    """Copy into the first rows; values of another dtype are converted on the device."""
+    if source.dtype != buffer.dtype and source.device != buffer.device:
+        source = source.to(buffer.device, non_blocking=True)
+    buffer[: len(source)].copy_(source, non_blocking=True)

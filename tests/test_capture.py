@@ -1,0 +1,258 @@
+"""Safety of captured graphs: what moves, what does not fit, who else is there."""
+
+import copy
+import threading
+
+import pytest
+import torch
+
+from vitgraph.encoder import Qwen3VLVisionEncoder
+from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+BUDGETS = CompilationConfig(True, (16, 64, 256), 8)
+
+
+@pytest.fixture(params=DEVICES)
+def tower(request, reference) -> Qwen3VLVisionEncoder:
+    """An encoder of its own, on each device; half precision on the GPU."""
+    model = copy.deepcopy(reference).to(request.param)
+    model = model.bfloat16() if request.param == "cuda" else model
+    return Qwen3VLVisionEncoder.from_transformers(model)
+
+
+@pytest.fixture
+def make_batch(tower, batch):
+    return lambda grids: batch(grids, device=tower.device, dtype=tower.dtype)
+
+
+def captured(tower, **options) -> EncoderCudaGraphManager:
+    manager = EncoderCudaGraphManager(tower, BUDGETS, **options)
+    manager.capture()
+    return manager
+
+
+def close(output: torch.Tensor, expected: torch.Tensor) -> bool:
+    bound = 1e-5 if output.dtype == torch.float32 else 3e-2
+    return bool((output - expected).float().norm() <= bound * expected.float().norm())
+
+
+MOVES = {
+    "assigned": lambda tower: setattr(
+        tower.merger.norm, "bias", torch.nn.Parameter(tower.merger.norm.bias.clone(), False)
+    ),
+    "data": lambda tower: setattr(
+        tower.merger.norm.bias, "data", tower.merger.norm.bias.data.clone()
+    ),
+    "loaded": lambda tower: tower.load_state_dict(
+        {name: tensor.clone() for name, tensor in tower.state_dict().items()}, assign=True
+    ),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_moved_weights_raise_and_a_new_capture_serves(move, tower, make_batch) -> None:
+    """KNOWN_FAILURES 26."""
+    manager = captured(tower)
+    mm_kwargs = make_batch([(1, 4, 4)])
+    before = manager.execute(mm_kwargs)[0]
+    move(tower)
+    with pytest.raises(RuntimeError, match=r"weights moved since capture, \S+ among them"):
+        manager.execute(mm_kwargs)
+    manager.capture()
+    assert torch.equal(manager.execute(mm_kwargs)[0], before)
+
+
+def test_moved_weights_may_run_eagerly(tower, make_batch) -> None:
+    manager = captured(tower)
+    MOVES["data"](tower)
+    manager.clear()
+    mm_kwargs = make_batch([(1, 4, 4)])
+    expected = tower(mm_kwargs["pixel_values"], mm_kwargs["image_grid_thw"])
+    assert close(manager.execute(mm_kwargs)[0], expected)
+
+
+def test_weights_updated_in_place_are_seen(tower, make_batch) -> None:
+    manager = captured(tower)
+    mm_kwargs = make_batch([(1, 4, 4)])
+    before = manager.execute(mm_kwargs)[0]
+    with torch.no_grad():
+        tower.merger.linear_fc2.bias.add_(8)
+    after = manager.execute(mm_kwargs)[0]
+    width = tower.config.out_hidden_size
+    assert close(after[:, :width], before[:, :width] + 8)
+
+
+class OutOfMemory:
+    """The encoder, on a device where budgets above 64 tokens do not fit."""
+
+    def __init__(self, tower: Qwen3VLVisionEncoder) -> None:
+        self.tower = tower
+
+    def __getattr__(self, name: str):
+        return getattr(self.tower, name)
+
+    def prepare_encoder_cudagraph_capture_inputs(self, token_budget, *arguments):
+        if token_budget > 64:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.tower.prepare_encoder_cudagraph_capture_inputs(token_budget, *arguments)
+
+
+def test_budgets_that_do_not_fit_are_dropped(tower, make_batch, caplog) -> None:
+    manager = captured(OutOfMemory(tower))
+    assert manager.budgets == (16, 64)
+    assert manager.memory_report()["dropped"] == [256]
+    assert "encoder budget 256 does not fit the memory" in caplog.text
+    mm_kwargs = make_batch([(1, 4, 4), (1, 20, 20)])
+    outputs = manager.execute(mm_kwargs)
+    assert close(torch.cat(outputs), tower(mm_kwargs["pixel_values"], mm_kwargs["image_grid_thw"]))
+    assert manager.get_cumulative_stats()["misses_by_reason"] == {"too_large": 1}
+
+
+def test_all_budgets_together_take_what_the_largest_takes(tower) -> None:
+    manager = captured(tower)
+    report = manager.memory_report()
+    assert list(report["budgets"]) == [256, 64, 16]
+    assert report["total"] == sum(report["budgets"].values())
+    assert report["total"] <= 1.15 * report["budgets"][256]
+
+
+@pytest.mark.gpu
+def test_estimate_is_near_what_capture_takes() -> None:
+    from vitgraph.encoder import GEOMETRIES
+
+    tower = Qwen3VLVisionEncoder.random(GEOMETRIES["8b"], device="cuda", dtype=torch.bfloat16)
+    manager = EncoderCudaGraphManager(tower, CompilationConfig(True, (512, 4096), 8))
+    estimate = manager.estimate_memory()
+    manager.capture()
+    manager.clear()
+    manager.capture()  # the second time nothing is loaded or compiled
+    report = manager.memory_report()
+    assert report["total"] <= 1.15 * report["budgets"][4096]
+    assert 0.8 * estimate[4096] <= report["budgets"][4096] <= 1.3 * estimate[4096]
+    free = torch.cuda.mem_get_info()[0]
+    manager.clear()
+    assert torch.cuda.mem_get_info()[0] - free >= 0.8 * report["total"]
+
+
+def test_estimate_grows_with_the_budget(tower) -> None:
+    estimate = EncoderCudaGraphManager(tower, BUDGETS).estimate_memory()
+    assert estimate[256] == 4 * estimate[64] == 16 * estimate[16]
+
+
+def test_borrowed_outputs_that_were_overwritten_raise_in_debug_mode(tower, make_batch) -> None:
+    manager = captured(tower, debug=True)
+    (borrowed,) = manager.execute(make_batch([(1, 4, 4)]), borrow=True)
+    kept = borrowed.clone()
+    assert type(kept) is torch.Tensor
+    assert torch.equal(borrowed, kept)
+    manager.execute(make_batch([(1, 4, 4)]))
+    for use in (
+        borrowed.sum,
+        borrowed.clone,
+        lambda: borrowed + 1,
+        lambda: torch.stack([borrowed]),
+    ):
+        with pytest.raises(RuntimeError, match="was borrowed and a later execute"):
+            use()
+
+
+def test_misses_by_reason(tower, make_batch) -> None:
+    manager = captured(tower)
+    manager.limits = manager.limits.__class__(manager.budgets, 8, 5)
+    manager.execute(make_batch([(1, 4, 4), (1, 40, 40), (6, 2, 2)]))
+    manager.clear()
+    manager.execute(make_batch([(1, 4, 4)]))
+    stats = manager.get_cumulative_stats()
+    reasons = {"too_large": 1, "too_many_sequences": 1, "not_captured": 1}
+    assert stats["misses_by_reason"] == reasons
+    assert (stats["graph_hits"], stats["graph_misses"]) == (1, 3)
+
+
+def test_padding_and_time_by_budget(tower, make_batch) -> None:
+    manager = captured(tower, profile=True)
+    manager.execute(make_batch([(1, 4, 4), (1, 4, 6)]))
+    manager.execute(make_batch([(1, 40, 40)]))
+    stats = manager.get_cumulative_stats()
+    assert stats["budgets"][16]["padded"] == 16 - 10
+    assert stats["budgets"][16]["seconds"] > 0 and stats["eager_seconds"] > 0
+    assert stats["budgets"][256]["seconds"] == 0
+
+
+def test_images_and_videos_in_one_call(tower, make_batch) -> None:
+    images, videos = make_batch([(1, 4, 4), (1, 2, 6)]), make_batch([(3, 4, 4)])
+    outputs = captured(tower).execute(
+        images
+        | {
+            "pixel_values_videos": videos["pixel_values"],
+            "video_grid_thw": videos["image_grid_thw"],
+        }
+    )
+    assert [len(output) for output in outputs] == [4, 3, 12]
+    for mm_kwargs, own in ((images, outputs[:2]), (videos, outputs[2:])):
+        expected = tower(mm_kwargs["pixel_values"], mm_kwargs["image_grid_thw"])
+        assert close(torch.cat(own), expected)
+
+
+def test_two_managers_and_many_threads(tower, make_batch) -> None:
+    """KNOWN_FAILURES 5 and 22: nobody reads what another left."""
+    managers = captured(tower), captured(tower)
+    grids = [[(1, 4, 4)], [(1, 2, 6), (2, 4, 4)], [(1, 8, 16), (1, 2, 2)], [(1, 40, 40)]]
+    batches = [make_batch(g) for g in grids]
+    expected = [tower(b["pixel_values"], b["image_grid_thw"]) for b in batches]
+    if tower.device.type == "cuda":
+        torch.cuda.synchronize()
+    wrong: list[str] = []
+
+    def serve(worker: int) -> None:
+        stream = torch.cuda.Stream() if tower.device.type == "cuda" else None
+        with torch.cuda.stream(stream):
+            for step in range(10):
+                index = (worker + step) % len(batches)
+                outputs = managers[worker % 2].execute(batches[index])
+                if not close(torch.cat(outputs), expected[index]):
+                    wrong.append(f"worker {worker}, step {step}")
+
+    workers = [threading.Thread(target=serve, args=(n,)) for n in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+    assert sum(m.get_cumulative_stats()["batches"] for m in managers) == 80
+
+
+@pytest.mark.gpu
+def test_capture_does_not_disturb_other_threads(tower) -> None:
+    """KNOWN_FAILURES 22: allocations and synchronisations elsewhere neither fail nor spoil it."""
+    stop, failures = threading.Event(), []
+
+    def work() -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                while not stop.is_set():
+                    torch.randn(1000, 1000, device="cuda").sum().item()
+        except Exception as error:
+            failures.append(error)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        manager = captured(tower)
+    finally:
+        stop.set()
+        worker.join()
+    assert not failures and manager.is_captured()
+
+
+@pytest.mark.gpu
+def test_capture_on_the_calling_stream(tower, make_batch) -> None:
+    """KNOWN_FAILURES 21."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        manager = captured(tower)
+        mm_kwargs = make_batch([(1, 4, 4)])
+        output = manager.execute(mm_kwargs)[0]
+        expected = tower(mm_kwargs["pixel_values"], mm_kwargs["image_grid_thw"])
+    stream.synchronize()
+    assert close(output, expected)
