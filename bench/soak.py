@@ -1,0 +1,134 @@
+"""A soak of the manager: random requests from several threads, outputs checked against eager.
+
+    python bench/soak.py [--requests 20000] [--threads 8] [--geometry 2b] [--device cuda] [--save
+    FILE]
+
+Every thread has a stream of its own. One request in a hundred is compared with the eager encoder;
+memory is read at the start, after a tenth and at the end. The exit status is 1 if an output was
+wrong or the memory grew by more than 2 %.
+"""
+
+import argparse
+import contextlib
+import json
+import random
+import threading
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
+from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager
+
+CHECK_EVERY = 100
+GROWTH = 1.02
+
+
+def random_grids(generator: random.Random, largest: int) -> list[tuple[int, int, int]]:
+    """1 to 6 items, mostly small images, some videos, now and then one above every budget."""
+    grids = []
+    for _ in range(generator.randint(1, 6)):
+        frames = generator.choice([1, 1, 1, 1, 3])
+        grids.append((frames, 2 * generator.randint(1, 12), 2 * generator.randint(1, 12)))
+    if generator.random() < 0.01:
+        grids.append((1, 2, 2 * (largest + 8)))
+    return grids
+
+
+def memory(device: torch.device) -> int:
+    """Bytes in use: of the GPU as a whole, or of this process."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def main() -> int:
+    """Run, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--geometry", choices=sorted(GEOMETRIES), default="2b")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--save", type=Path, default=None)
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    encoder = Qwen3VLVisionEncoder.random(GEOMETRIES[args.geometry], device=device, dtype=dtype)
+    manager = EncoderCudaGraphManager(
+        encoder, CompilationConfig(True, (64, 128, 256, 512), 32), log_interval=0
+    )
+    manager.capture()
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-5
+    pixels = torch.randn(16_384, encoder.config.patch_width, device=device).to(dtype)
+    wrong: list[str] = []
+    used: dict[int, int] = {0: memory(device)}
+    done, lock, console = 0, threading.Lock(), Console()
+
+    def serve(worker: int, progress: Progress, task: int) -> None:
+        nonlocal done
+        generator = random.Random(worker)
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
+            while True:
+                with lock:
+                    if done >= args.requests:
+                        return
+                    done += 1
+                    number = done
+                if number == args.requests // 10:
+                    used[number] = memory(device)
+                grids = random_grids(generator, manager.budgets[-1])
+                patches = sum(t * h * w for t, h, w in grids)
+                start = generator.randrange(len(pixels) - patches)
+                mine = pixels[start : start + patches]
+                outputs = manager.execute({"pixel_values": mine, "image_grid_thw": grids})
+                if number % CHECK_EVERY == 0:
+                    expected = encoder(mine, grids).float()
+                    error = (torch.cat(outputs).float() - expected).norm() / expected.norm()
+                    if not error <= tolerance:
+                        wrong.append(f"request {number} {grids}: {error:.1e}")
+                progress.advance(task)
+
+    started = time.perf_counter()
+    with Progress(console=console) as progress:
+        task = progress.add_task("requests", total=args.requests)
+        workers = [
+            threading.Thread(target=serve, args=(n, progress, task)) for n in range(args.threads)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    seconds = time.perf_counter() - started
+    used[args.requests] = memory(device)
+    warm = used.get(args.requests // 10, used[0])
+    flat = used[args.requests] <= GROWTH * warm
+    result = {
+        "requests": args.requests,
+        "threads": args.threads,
+        "geometry": args.geometry,
+        "device": str(device),
+        "seconds": seconds,
+        "checked": args.requests // CHECK_EVERY,
+        "wrong": wrong,
+        "memory_bytes": used,
+        "memory_flat": flat,
+        "statistics": manager.get_cumulative_stats(),
+    }
+    console.print(
+        f"{args.requests} requests in {seconds:.1f} s, {result['checked']} checked, "
+        f"{len(wrong)} wrong; memory {'flat' if flat else 'GREW'}: {used}"
+    )
+    for line in wrong[:10]:
+        console.print(line, markup=False)
+    if args.save:
+        args.save.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if wrong or not flat else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
