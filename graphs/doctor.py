@@ -43,14 +43,13 @@ def doctor(console: Console) -> int:
         )
     console.print(devices, "")
 
-    backends = Table("backend", "device", "dtype", "serves", title="attention", box=None)
+    backends = Table("backend", "device", "serves", title="attention", box=None)
     backends.title_justify = "left"
-    names = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     for backend in BACKENDS:
-        for device in names:
-            for dtype in (torch.bfloat16, torch.float16, torch.float32):
-                backends.add_row(backend, device, str(dtype)[6:], _serves(backend, device, dtype))
+        for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
+            backends.add_row(backend, device, _serves(backend, device))
     console.print(backends, "")
+    console.print(f"Hopper tier of the kernels: {_hopper()}", highlight=False)
     console.print(f"graphs: {_graphs()}", f"vLLM: {_vllm()}", sep="\n", highlight=False)
     return 0
 
@@ -62,12 +61,35 @@ def _version(package: str) -> str:
         return "-"
 
 
-def _serves(backend: str, device: str, dtype: torch.dtype) -> str:
-    try:
-        resolve_backend(backend, torch.device(device), dtype)
-    except ValueError as error:
-        return f"no: {error}"
-    return "yes, eagerly" if backend == "sdpa" else "yes"
+def _serves(backend: str, device: str) -> str:
+    """The dtypes a backend serves on a device, or why it serves none."""
+    served, reason = [], ""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        try:
+            resolve_backend(backend, torch.device(device), dtype)
+            served.append(str(dtype).removeprefix("torch."))
+        except ValueError as error:
+            reason = str(error)
+    if not served:
+        return f"no: {reason}"
+    return ", ".join(served) + (" (eagerly)" if backend == "sdpa" else "")
+
+
+def _hopper() -> str:
+    """Whether the Gluon kernels serve here, or why not."""
+    import triton
+
+    from vitgraph.kernels.linear import HOPPER_TRITON_RELEASES
+
+    if not triton.__version__.startswith(HOPPER_TRITON_RELEASES):
+        tested = ", ".join(f"{release}x" for release in HOPPER_TRITON_RELEASES)
+        return f"no: tested with triton {tested}, this is {triton.__version__}; portable kernels"
+    if not torch.cuda.is_available():
+        return "no: torch sees no CUDA GPU"
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        return f"no: compute capability {capability} is not (9, 0); portable kernels serve"
+    return "yes"
 
 
 def _graphs() -> str:
