@@ -3,6 +3,9 @@
 Legend: P patches, T tokens, C hidden, H heads, D head_dim.
 """
 
+import json
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +93,8 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
             raise ValueError(f"pixel_dtype {pixel_dtype} is neither {dtype} nor torch.uint8")
         self.config = config
         self.normalization = PixelNormalization((0.5,) * 3, (0.5,) * 3)
-        self.pixel_dtype = pixel_dtype or dtype
+        self._takes_bytes = pixel_dtype == torch.uint8
+        self._requested = attention, ops
         with torch.device("meta"):
             self.patch_embed = _PatchEmbed(config)
             self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
@@ -100,17 +104,25 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
                 _Merger(config, norm_after_shuffle=True) for _ in config.deepstack_visual_indexes
             )
         self.to(dtype).to_empty(device=device).requires_grad_(False)
-        self._settle(torch.device(device), attention, ops)
+        self._settle()
 
-    def _settle(self, device: torch.device, attention: str, ops: str) -> None:
-        """Choose what depends on where the parameters live."""
-        if device.type != "meta":
-            frequencies = rotary_frequencies(self.config.head_dim, self.config.rope_theta, device)
-            self.register_buffer("frequencies", frequencies, persistent=False)
-            self.ops = resolve_operations(ops, device)
-            self.plan = Plan(resolve_backend(attention, device, self.dtype))
-            self.auto_attention = attention == "auto"
-            self.plans: dict[int, Plan] = {}
+    def _settle(self) -> None:
+        """Choose what depends on where the parameters live, and in which dtype."""
+        device, (attention, ops) = self.device, self._requested
+        if device.type == "meta":
+            return
+        frequencies = rotary_frequencies(self.config.head_dim, self.config.rope_theta, device)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.ops = resolve_operations(ops, device)
+        self.plan = Plan(resolve_backend(attention, device, self.dtype))
+        self.auto_attention = attention == "auto"
+        self.plans: dict[int, Plan] = {}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """What .to(), .cuda() and .half() come down to; the choices follow."""
+        super()._apply(fn, recurse)
+        self._settle()
+        return self
 
     @classmethod
     def from_pretrained(
@@ -130,6 +142,10 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         checkpoint = open_checkpoint(model, revision)
         encoder = cls(VisionConfig.from_pretrained(model, revision), **kwargs)
         load_vision_weights(encoder, checkpoint)
+        with suppress(FileNotFoundError):
+            processor = json.loads(checkpoint.fetch("preprocessor_config.json").read_text())
+            mean, std = (tuple(processor[f"image_{name}"]) for name in ("mean", "std"))
+            encoder.normalization = PixelNormalization(mean, std)
         return encoder
 
     @classmethod
@@ -145,7 +161,14 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         not copied."""
         weight = vision_model.patch_embed.proj.weight
         config = VisionConfig.from_dict(vision_model.config.to_dict())
-        encoder = cls(config, device="meta", dtype=weight.dtype, pixel_dtype=pixel_dtype)
+        encoder = cls(
+            config,
+            device="meta",
+            dtype=weight.dtype,
+            attention=attention,
+            ops=ops,
+            pixel_dtype=pixel_dtype,
+        )
         shared = {
             name: parameter.detach().reshape(-1, config.patch_width)
             if name == "patch_embed.proj.weight"
@@ -154,7 +177,7 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         }
         encoder.load_state_dict(shared, assign=True)
         encoder.requires_grad_(False)
-        encoder._settle(weight.device, attention, ops)
+        encoder._settle()
         return encoder
 
     @classmethod
@@ -180,6 +203,11 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
     def dtype(self) -> torch.dtype:
         """Of the parameters and of the output."""
         return self.pos_embed.weight.dtype
+
+    @property
+    def pixel_dtype(self) -> torch.dtype:
+        """What graphs are captured for: `dtype`, or torch.uint8."""
+        return torch.uint8 if self._takes_bytes else self.dtype
 
     @property
     def heads(self) -> Heads:

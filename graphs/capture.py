@@ -79,8 +79,6 @@ class BudgetGraphs:
             except torch.OutOfMemoryError as error:
                 dropped.append(budget)
                 logger.warning("encoder budget %d does not fit the memory: %s", budget, error)
-                if on_gpu:
-                    torch.cuda.empty_cache()
                 continue
             metadata.memory_bytes = self._memory_in_use() - before
             self.by_budget[budget] = metadata
@@ -235,6 +233,7 @@ class BudgetGraphs:
     def _memory_in_use(self) -> int:
         """Bytes; on the CPU those of the static buffers."""
         if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what calibration and the first run left behind
             free, total = torch.cuda.mem_get_info(self.device)
             return total - free
         storages = {

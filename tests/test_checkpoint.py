@@ -69,6 +69,7 @@ def test_hub_downloads_only_what_it_needs(tower, tools, tmp_path, monkeypatch) -
     monkeypatch.setattr(checkpoint_module, "hf_hub_download", download)
     Qwen3VLVisionEncoder.from_pretrained("some/repository", revision="v1")
     files = {filename for _, filename, _ in asked}
+    files.remove("preprocessor_config.json")  # asked for, may be missing
     assert files == {"config.json", "model.safetensors.index.json", "a.safetensors"}
     assert {(repo, revision) for repo, _, revision in asked} == {("some/repository", "v1")}
 
@@ -114,3 +115,12 @@ def test_names_that_are_no_checkpoint(tmp_path) -> None:
         Qwen3VLVisionEncoder.from_pretrained(tmp_path / "weights.bin")
     with pytest.raises(ValueError, match="neither a directory nor a hub repository id"):
         Qwen3VLVisionEncoder.from_pretrained("/no/such/place")
+
+
+def test_mean_and_std_of_bytes_come_from_the_processor(tower, tools, tmp_path) -> None:
+    write(tmp_path, {f"visual.{name}": tensor for name, tensor in tower.items()}, tools.tiny)
+    assert Qwen3VLVisionEncoder.from_pretrained(tmp_path).normalization.mean == (0.5, 0.5, 0.5)
+    processor = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    normalization = Qwen3VLVisionEncoder.from_pretrained(tmp_path).normalization
+    assert normalization == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))

@@ -109,3 +109,27 @@ def test_from_transformers_shares_the_weights(tools) -> None:
 
 def test_no_items_give_no_tokens(encoder) -> None:
     assert encoder(torch.empty(0, 1536), []).shape == (0, encoder.config.output_width)
+
+
+def test_choices_follow_the_parameters(tools, reference) -> None:
+    """A module may be moved or converted like any other."""
+    encoder = Qwen3VLVisionEncoder.from_transformers(tools.make_reference()).double().float()
+    assert encoder.pixel_dtype == torch.float32
+    assert encoder.frequencies.dtype == torch.float32
+    pixels = torch.randn(16, 1536)
+    truth = tools.reference_rows(reference, pixels, [(1, 4, 4)])
+    assert relative_error(encoder(pixels, [(1, 4, 4)]), truth) < 1e-4
+    half = encoder.bfloat16()
+    assert half.pixel_dtype == torch.bfloat16 and half.frequencies.dtype == torch.float32
+    assert half(pixels, [(1, 4, 4)]).dtype == torch.bfloat16
+
+
+@pytest.mark.gpu
+def test_moved_to_a_gpu_it_runs_there_on_triton(tools, reference) -> None:
+    encoder = Qwen3VLVisionEncoder.from_transformers(tools.make_reference())
+    assert (encoder.ops.name, encoder.attention) == ("torch", "sdpa")
+    encoder.cuda()
+    assert (encoder.ops.name, encoder.attention) == ("triton", "triton")
+    pixels = torch.randn(16, 1536)
+    truth = tools.reference_rows(reference, pixels, [(1, 4, 4)])
+    assert relative_error(encoder(pixels, [(1, 4, 4)]).cpu(), truth) < 1e-4
