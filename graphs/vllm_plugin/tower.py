@@ -1,0 +1,212 @@
+"""Our encoder on the weights of vLLM's vision tower.
+
+vLLM builds, loads, reloads, offloads and names its tower as ever; the tower only gets another
+`forward`. Nothing is copied: our parameters are views of vLLM's, and follow them when they move.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
+from vitgraph.encoder.attention import FREE_OF_EMPTY_SEQUENCES
+from vitgraph.encoder.inputs import Grids
+from vitgraph.graphs.vllm_plugin import logger
+from vitgraph.graphs.vllm_plugin.protocol import GRIDS, PIXELS
+from vitgraph.kernels.linear import PixelNormalization
+
+
+def why_not_shareable(tower: nn.Module, config: VisionConfig) -> str | None:
+    """What keeps our encoder from using these weights, or None.
+
+    Quantised layers, layers split over ranks and a geometry unknown to us all show in the names,
+    shapes and dtypes of the parameters.
+    """
+    for name, module in tower.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and not type(method).__name__.startswith("Unquantized"):
+            return f"the tower is quantised ({name}: {type(method).__name__})"
+    ours = dict(Qwen3VLVisionEncoder(config, device="meta").named_parameters())
+    theirs = dict(tower.named_parameters())
+    if different := sorted(ours.keys() ^ theirs.keys()):
+        return f"the tower's parameters differ in {', '.join(different[:3])}"
+    dtype = theirs["pos_embed.weight"].dtype
+    for name, parameter in theirs.items():
+        if parameter.dtype != dtype or not parameter.is_floating_point():
+            return f"the tower's {name} has dtype {parameter.dtype}, others {dtype}"
+        if parameter.numel() != ours[name].numel() or parameter.shape[0] != ours[name].shape[0]:
+            return (
+                f"the tower's {name} has shape {tuple(parameter.shape)}, the config wants "
+                f"{tuple(ours[name].shape)}"
+            )
+    return None
+
+
+class SharedEncoder:
+    """Eager and captured forwards of one adopted tower.
+
+    Args:
+        tower: vLLM's, its parameters as yet unloaded.
+        vision_config: Hugging Face's.
+        attention: name of our backend.
+    """
+
+    def __init__(self, tower: nn.Module, vision_config: Any, attention: str) -> None:
+        self.tower, self.vision_config, self.attention = tower, vision_config, attention
+        self.pixel_normalization = _normalization(getattr(tower, "input_norm", None))
+        self.captured = False
+        self._moved = False
+        self._encoder: Qwen3VLVisionEncoder | None = None
+        self._pointers: tuple[int, ...] = ()
+        # Where the parameters are kept: asking the modules for them takes a millisecond.
+        self._slots = [
+            (module._parameters, name)
+            for module in tower.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        self.unshareable: str | None = None
+        self._max_sequences = 0
+        self._captures: dict[int, dict[str, Any]] = {}
+
+    @property
+    def encoder(self) -> Qwen3VLVisionEncoder:
+        """The encoder as of the last `refresh`."""
+        if self._encoder is None and not self.refresh():
+            raise RuntimeError(f"vitgraph: {self.unshareable}; set VITGRAPH_DISABLE=1")
+        return self._encoder
+
+    def refresh(self) -> bool:
+        """Follow parameters that moved or were replaced; False where ours cannot use them."""
+        pointers = tuple(owner[name].data_ptr() for owner, name in self._slots)
+        if self._encoder is not None and pointers == self._pointers:
+            return True
+        config = VisionConfig.from_dict(self.vision_config.to_dict())
+        if reason := why_not_shareable(self.tower, config):
+            if self.unshareable is None:
+                logger.error("vitgraph: after loading, %s: vLLM's own tower serves", reason)
+            self.unshareable, self._encoder = reason, None
+            return False
+        self._moved = self._moved or (self.captured and self._encoder is not None)
+        self._encoder, self._pointers = self._bind(), pointers
+        return True
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor, grid_thw: Any) -> Tensor:
+        """Encode eagerly, after `refresh`; the arguments of vLLM's tower."""
+        encoder = self.encoder
+        if pixels.dtype != encoder.dtype and (
+            pixels.dtype != torch.uint8 or self.pixel_normalization is None
+        ):
+            pixels = pixels.to(encoder.device, non_blocking=True)
+            if self.pixel_normalization is not None:  # floats that still are 0..255
+                pixels = self.tower.input_norm(pixels, encoder.dtype)
+            pixels = pixels.to(encoder.dtype)
+        return encoder(pixels, grid_thw)
+
+    def capture_buffers(
+        self, budget: int, max_items: int, max_frames: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Static pixels and grids of one budget; the plan of the forward is kept here."""
+        self.refresh()
+        encoder = self.encoder
+        free = encoder.auto_attention or encoder.attention in FREE_OF_EMPTY_SEQUENCES
+        # vLLM packs by tokens and items only. A sequence has at least one token.
+        self._max_sequences = max(max_items, max_frames)
+        slots = budget if free else self._max_sequences
+        inputs = encoder.prepare_encoder_cudagraph_capture_inputs(
+            budget, max_items, slots, device, encoder.dtype
+        )
+        self._captures[budget] = {
+            "plan": inputs.mm_kwargs["plan"],
+            "max_sequences": inputs.mm_kwargs["max_sequences"],
+        }
+        if free:
+            self._max_sequences = max(self._captures)
+        self.captured, self._moved = True, False
+        return inputs.mm_kwargs[PIXELS], inputs.buffers[GRIDS]
+
+    def captured_forward(self, pixels: Tensor, grid_thw: Tensor) -> Tensor:
+        """What a graph holds. vLLM copies the result to where it is read from."""
+        encoder = self.encoder
+        budget = len(pixels) // encoder.config.spatial_merge_size**2
+        out = torch.empty(
+            budget, encoder.config.output_width, dtype=encoder.dtype, device=pixels.device
+        )
+        return encoder.encoder_cudagraph_forward(
+            {PIXELS: pixels, **self._captures[budget]}, {GRIDS: grid_thw, "output": out}
+        )
+
+    def why_not_replayable(self, pixels: Tensor, grids: Grids) -> str | None:
+        """What keeps a pack out of the graph that was chosen for it, or None."""
+        self.refresh()
+        encoder = self.encoder
+        if self._moved:
+            return "the weights moved after the graphs were captured"
+        if pixels.dtype != encoder.pixel_dtype and torch.uint8 in (
+            pixels.dtype,
+            encoder.pixel_dtype,
+        ):
+            return f"graphs were captured for {encoder.pixel_dtype} pixels, not {pixels.dtype}"
+        frames = sum(t for t, _, _ in grids)
+        if frames > self._max_sequences:
+            return f"{frames} frames are more than the {self._max_sequences} of a replay"
+        return None
+
+    def replay_grids(self, grids: Grids, max_items: int) -> Tensor:
+        """[max_items, 3], unused slots zero."""
+        slots = [*grids, *[(0, 0, 0)] * (max_items - len(grids))]
+        return torch.tensor(slots, dtype=torch.int32)
+
+    def _bind(self) -> Qwen3VLVisionEncoder:
+        tower = self.tower
+        encoder = Qwen3VLVisionEncoder.from_transformers(
+            SimpleNamespace(
+                config=self.vision_config,
+                patch_embed=tower.patch_embed,
+                named_parameters=tower.named_parameters,
+            ),
+            attention=self.attention,
+            pixel_dtype=torch.uint8 if self.pixel_normalization is not None else None,
+        )
+        if self.pixel_normalization is not None:
+            encoder.normalization = self.pixel_normalization
+        modules = dict(tower.named_modules())
+        for name, module in encoder.named_modules():
+            if isinstance(module, nn.LayerNorm):
+                module.eps = modules[name].eps
+        return encoder
+
+
+class AdoptedTower:
+    """Mixed into the class of vLLM's tower; `vitgraph` is its `SharedEncoder`."""
+
+    vitgraph: SharedEncoder
+
+    def forward(
+        self, x: Tensor, grid_thw: Any, *, encoder_metadata: dict[str, Any] | None = None
+    ) -> Tensor:
+        """Encode with our kernels; with vLLM's own metadata, as vLLM would."""
+        if encoder_metadata is not None or not self.vitgraph.refresh():
+            return super().forward(x, grid_thw, encoder_metadata=encoder_metadata)
+        return self.vitgraph.encode(x, grid_thw)
+
+
+def adopt(tower: nn.Module, vision_config: Any, attention: str) -> SharedEncoder:
+    """Give vLLM's tower our forward; its parameters, attributes and loading stay its own."""
+    theirs = type(tower)
+    tower.__class__ = type(f"Vitgraph{theirs.__name__}", (AdoptedTower, theirs), {})
+    tower.vitgraph = SharedEncoder(tower, vision_config, attention)
+    logger.debug("vitgraph: adopted %s", theirs.__name__)
+    return tower.vitgraph
+
+
+def _normalization(input_norm: nn.Module | None) -> PixelNormalization | None:
+    """vLLM's on-device normalisation of bytes, in our terms: x * weight + bias."""
+    if input_norm is None or getattr(input_norm, "input_dtype", None) is None:
+        return None
+    std = [1 / (255 * weight) for weight in input_norm.weight.tolist()]
+    mean = [-bias * s for bias, s in zip(input_norm.bias.tolist(), std, strict=True)]
+    return PixelNormalization(tuple(mean), tuple(std))

@@ -1,0 +1,238 @@
+"""What our subclasses of vLLM's models do differently: the tower, and how graphs are fed."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitgraph.encoder import VisionConfig
+from vitgraph.encoder.attention import FREE_OF_EMPTY_SEQUENCES
+from vitgraph.encoder.cudagraph import KEYS
+from vitgraph.encoder.inputs import Grids, check_grids
+from vitgraph.graphs.vllm_plugin import logger
+from vitgraph.graphs.vllm_plugin.backends import counterpart
+from vitgraph.graphs.vllm_plugin.protocol import ReleaseShape, detect_shape
+from vitgraph.graphs.vllm_plugin.tower import SharedEncoder, adopt, why_not_shareable
+
+
+class VisionTowerWrapper:
+    """First base of our models, before vLLM's class.
+
+    Where our tower cannot serve, `encoder` is None, every method is vLLM's own, and the log says
+    why.
+    """
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        ranks = replicate_tower(vllm_config)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        encoder: SharedEncoder | None = None
+        shape: ReleaseShape | None = None
+        try:
+            shape = detect_shape()
+            reason = why_not_served(vllm_config)
+            if reason is None:
+                encoder = _adopt(self.visual, vllm_config, shape)
+        except Exception as error:
+            reason = str(error)
+        self.vitgraph, self.vitgraph_shape = encoder, shape
+        self._vitgraph_declined: dict[str, Any] | None = None
+        no_graphs = why_no_graphs(vllm_config, encoder)
+        if vllm_config.compilation_config.cudagraph_mm_encoder and no_graphs is not None:
+            # The runner asks after the model was built.
+            vllm_config.compilation_config.cudagraph_mm_encoder = False
+            logger.warning("vitgraph: no encoder graphs: %s", no_graphs)
+        if encoder is None:
+            logger.warning(
+                "vitgraph: vLLM's own vision tower serves %s: %s", type(self).__name__, reason
+            )
+            return
+        logger.info(
+            "vitgraph serves the vision tower of %s: attention %s (vLLM chose %s), %s pixels, "
+            "graphs %s, %d rank%s, encoder graph protocol of vLLM %s",
+            type(self).__name__,
+            encoder.attention,
+            self.visual.attn_backend.name,
+            "uint8" if encoder.pixel_normalization is not None else "normalised",
+            "on" if vllm_config.compilation_config.cudagraph_mm_encoder else "off",
+            ranks,
+            "" if ranks == 1 else "s, weights replicated and items shared out",
+            shape.releases,
+        )
+
+    def get_encoder_cudagraph_config(self) -> Any:
+        """vLLM's, with two captured tensors."""
+        config = super().get_encoder_cudagraph_config()
+        return config if self.vitgraph is None else self.vitgraph_shape.config(config)
+
+    def select_encoder_cudagraph_items(
+        self, mm_kwargs: dict[str, Any], indices: list[int]
+    ) -> dict[str, Any]:
+        """The items' pixels, without a copy where they are neighbours."""
+        if self.vitgraph is None or not indices:
+            return super().select_encoder_cudagraph_items(mm_kwargs, indices)
+        return self.vitgraph.encoder.select_encoder_cudagraph_items(
+            _host_grids(mm_kwargs, self.visual.spatial_merge_size), indices
+        )
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self,
+        token_budget: int,
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *path_and_axes: Any,
+        **keywords: Any,
+    ) -> Any:
+        """Static pixels and grids of one budget."""
+        if self.vitgraph is None:
+            return super().prepare_encoder_cudagraph_capture_inputs(
+                token_budget,
+                max_batch_size,
+                max_frames_per_batch,
+                device,
+                dtype,
+                *path_and_axes,
+                **keywords,
+            )
+        return self.vitgraph_shape.capture_inputs(
+            *self.vitgraph.capture_buffers(
+                token_budget, max_batch_size, max_frames_per_batch, device
+            )
+        )
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self,
+        mm_kwargs: dict[str, Any],
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        *path: Any,
+        **keywords: Any,
+    ) -> Any:
+        """Pixels and grids of one pack.
+
+        vLLM has no way to decline a replay here. For a pack that the graph cannot serve, an empty
+        one is replayed, and `postprocess_encoder_output` encodes the pack eagerly.
+        """
+        if self.vitgraph is None:
+            return super().prepare_encoder_cudagraph_replay_buffers(
+                mm_kwargs, max_batch_size, max_frames_per_batch, *path, **keywords
+            )
+        pixel_key, grid_key = _keys(mm_kwargs)
+        pixels = mm_kwargs[pixel_key]
+        grids = check_grids(mm_kwargs[grid_key], self.visual.spatial_merge_size)
+        if reason := self.vitgraph.why_not_replayable(pixels, grids):
+            if not self.vitgraph_shape.item_specs:
+                raise RuntimeError(f"vitgraph: {reason}")
+            _warn_once(reason)
+            self._vitgraph_declined = mm_kwargs
+            pixels, grids = None, Grids()
+        return self.vitgraph_shape.replay_buffers(
+            pixels, self.vitgraph.replay_grids(grids, max_batch_size)
+        )
+
+    def encoder_cudagraph_forward(
+        self, inputs: dict[str, Any], buffers: dict[str, Any] | None = None, **path: Any
+    ) -> Tensor:
+        """The captured forward."""
+        if self.vitgraph is None:
+            arguments = (inputs,) if buffers is None else (inputs, buffers)
+            return super().encoder_cudagraph_forward(*arguments, **path)
+        return self.vitgraph.captured_forward(*ReleaseShape.captured(inputs, buffers))
+
+    def postprocess_encoder_output(
+        self, output: Any, *arguments: Any, batch_mm_kwargs: Any = None, **keywords: Any
+    ) -> None:
+        """vLLM's; a pack that was declined is encoded first."""
+        declined, self._vitgraph_declined = self._vitgraph_declined, None
+        if declined is not None and declined is batch_mm_kwargs:
+            pixel_key, grid_key = _keys(declined)
+            rows = self.vitgraph.encode(declined[pixel_key], declined[grid_key])
+            output = self.vitgraph_shape.outputs(rows)
+        super().postprocess_encoder_output(
+            output, *arguments, batch_mm_kwargs=batch_mm_kwargs, **keywords
+        )
+
+
+def replicate_tower(vllm_config: Any) -> int:
+    """Replicate the tower over tensor-parallel ranks, sharing out items; returns the ranks.
+
+    "data" is what vLLM calls this. It is right for any number of ranks and heads, keeps collectives
+    out of the graphs (one gather of embeddings a batch, against two reductions a layer), and gives
+    every rank the same embeddings, bit by bit. The tower is small: 1.2 GB a rank for the largest.
+    """
+    multimodal = vllm_config.model_config.multimodal_config
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    if ranks > 1 and multimodal.mm_encoder_tp_mode != "data" and not why_not_served(vllm_config):
+        multimodal.mm_encoder_tp_mode = "data"
+        logger.info(
+            "vitgraph: mm_encoder_tp_mode is 'data' for this tower: its weights are replicated "
+            "over %d ranks, which share the items",
+            ranks,
+        )
+    return ranks
+
+
+def why_not_served(vllm_config: Any) -> str | None:
+    """What in the configuration asks for vLLM's own tower, or None."""
+    multimodal = vllm_config.model_config.multimodal_config
+    if _tower_lora(vllm_config):
+        return "LoRA on the vision tower (enable_tower_connector_lora)"
+    if getattr(multimodal, "mm_encoder_attn_dtype", None) is not None:
+        return f"attention in {multimodal.mm_encoder_attn_dtype} (mm_encoder_attn_dtype)"
+    return None
+
+
+def why_no_graphs(vllm_config: Any, encoder: SharedEncoder | None) -> str | None:
+    """What forbids graphs, whichever tower serves, or None."""
+    multimodal = vllm_config.model_config.multimodal_config
+    if multimodal.is_multimodal_pruning_enabled():
+        return "video pruning post-processes what the encoder returns, and graphs bypass that"
+    if _tower_lora(vllm_config):
+        return "packing reorders items after the adapters of the vision tower were mapped"
+    fp8 = getattr(multimodal, "mm_encoder_attn_dtype", None) == "fp8"
+    if fp8 and not getattr(multimodal, "mm_encoder_fp8_scale_path", None):
+        return "dynamic fp8 scales change on the host, which a graph does not see"
+    if encoder is not None and encoder.attention == "sdpa":
+        device = encoder.tower.device.type
+        if device == "cuda":
+            return "TORCH_SDPA reads sequence lengths on the host"
+    return None
+
+
+def _adopt(tower: Any, vllm_config: Any, shape: ReleaseShape) -> SharedEncoder:
+    """Raises ValueError: what keeps our encoder from serving."""
+    vision_config = vllm_config.model_config.hf_config.vision_config
+    if not hasattr(tower, "deepstack_merger_list"):
+        raise ValueError("this process has no vision tower")
+    if reason := why_not_shareable(tower, VisionConfig.from_dict(vision_config.to_dict())):
+        raise ValueError(reason)
+    if torch.version.hip is not None:
+        raise ValueError("vitgraph is made for NVIDIA GPUs")
+    attention = counterpart(tower.attn_backend.name, tower.device, tower.dtype)
+    if not shape.item_specs and attention not in FREE_OF_EMPTY_SEQUENCES:
+        # These releases cannot take a pack back that has more frames than a graph has slots.
+        attention = "triton"
+    return adopt(tower, vision_config, attention)
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    logger.warning("vitgraph: a pack is encoded eagerly: %s (said once)", reason)
+
+
+def _tower_lora(vllm_config: Any) -> bool:
+    return bool(getattr(vllm_config.lora_config, "enable_tower_connector_lora", False))
+
+
+def _keys(mm_kwargs: dict[str, Any]) -> tuple[str, str]:
+    return KEYS["image" if "image_grid_thw" in mm_kwargs else "video"]
+
+
+def _host_grids(mm_kwargs: dict[str, Any], merge_size: int) -> dict[str, Any]:
+    pixel_key, grid_key = _keys(mm_kwargs)
+    return {
+        pixel_key: mm_kwargs[pixel_key],
+        grid_key: check_grids(mm_kwargs[grid_key], merge_size),
+    }
