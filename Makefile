@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-vllm lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/vitgraph demo
@@ -12,6 +12,9 @@ test: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest tests
+
+test-vllm: $(VENV)/.installed
+	$(BIN)/python tests/vllm_releases.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check --fix .

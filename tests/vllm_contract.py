@@ -424,7 +424,8 @@ def test_weights_that_move(shared, caplog) -> None:
 
 
 @pytest.mark.skipif(
-    not hasattr(MultiModalConfig, "mm_device_do_normalize"), reason="vLLM 0.32 has it first"
+    not hasattr(dense.Qwen3VLForConditionalGeneration, "supports_mm_device_do_normalize"),
+    reason="vLLM 0.32 has it first",
 )
 def test_bytes_are_normalised_on_the_device(make_model, make_manager) -> None:
     """KNOWN_FAILURES 20: bytes are what is captured; other pixels are encoded, not truncated."""

@@ -97,13 +97,11 @@ class SharedEncoder:
     def encode(self, pixels: Tensor, grid_thw: Any) -> Tensor:
         """Encode eagerly, after `refresh`; the arguments of vLLM's tower."""
         encoder = self.encoder
-        if pixels.dtype != encoder.dtype and (
-            pixels.dtype != torch.uint8 or self.pixel_normalization is None
-        ):
+        if self.pixel_normalization is None:
+            pixels = pixels.to(encoder.device, non_blocking=True).to(encoder.dtype)
+        elif pixels.dtype != torch.uint8:  # 0..255 all the same
             pixels = pixels.to(encoder.device, non_blocking=True)
-            if self.pixel_normalization is not None:  # floats that still are 0..255
-                pixels = self.tower.input_norm(pixels, encoder.dtype)
-            pixels = pixels.to(encoder.dtype)
+            pixels = self.tower.input_norm(pixels, encoder.dtype)
         return encoder(pixels, grid_thw)
 
     def capture_buffers(

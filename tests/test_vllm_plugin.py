@@ -1,0 +1,152 @@
+"""The vLLM plugin: what can be shown without vLLM, and then inside real releases of it."""
+
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from vitgraph.graphs import vllm_plugin
+from vitgraph.graphs.vllm_plugin import backends, wrapper
+from vitgraph.graphs.vllm_plugin.protocol import SHAPES
+
+_SPEC = importlib.util.spec_from_file_location(
+    "vllm_releases", Path(__file__).parent / "vllm_releases.py"
+)
+releases = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(releases)
+
+# "all", releases separated by commas, or "none"; CI runs two of them.
+CHOSEN = os.environ.get("VITGRAPH_VLLM_RELEASES", ",".join(releases.CI_RELEASES))
+CHOSEN = ",".join(releases.RELEASES) if CHOSEN == "all" else CHOSEN.replace("none", "")
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("release", [name for name in CHOSEN.split(",") if name])
+def test_inside_a_real_release(release) -> None:
+    """tests/vllm_contract.py, in a process of its own."""
+    try:
+        releases.fetch(release)
+    except OSError as error:
+        pytest.skip(f"vLLM {release} cannot be downloaded: {error}")
+    assert releases.run(release, "-q", "--tb=short") == 0
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """A vLLM that only knows its registry."""
+    found: dict[str, str] = {}
+    vllm = ModuleType("vllm")
+    vllm.ModelRegistry = SimpleNamespace(register_model=found.__setitem__)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.delenv("VITGRAPH_DISABLE", raising=False)
+    return found
+
+
+def test_models_are_registered_by_name(registry) -> None:
+    for _ in range(2):
+        vllm_plugin.register()
+    module = "vitgraph.graphs.vllm_plugin.models"
+    assert registry == {
+        "Qwen3VLForConditionalGeneration": f"{module}:Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration": f"{module}:Qwen3VLMoeForConditionalGeneration",
+    }
+
+
+@pytest.mark.parametrize("value", ["1", "true", "yes"])
+def test_it_can_be_turned_off(value, registry, monkeypatch) -> None:
+    monkeypatch.setenv("VITGRAPH_DISABLE", value)
+    vllm_plugin.register()
+    assert registry == {}
+
+
+def test_a_failure_is_one_line(monkeypatch, caplog) -> None:
+    """KNOWN_FAILURES 27: a vLLM that is broken or unlike any other is left alone."""
+    monkeypatch.delenv("VITGRAPH_DISABLE", raising=False)
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    with caplog.at_level(logging.WARNING):
+        vllm_plugin.register()
+    assert len(caplog.records) == 1
+    assert "vLLM's own vision tower serves (ImportError" in caplog.text
+
+
+def test_the_entry_point_is_light() -> None:
+    """vLLM loads it in each of its processes: no torch, no kernels, nothing that could fail."""
+    code = (
+        "import sys, vitgraph.graphs.vllm_plugin as p; "
+        "heavy = {'torch', 'triton', 'transformers', 'vllm'} & sys.modules.keys(); "
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_shapes_differ() -> None:
+    assert len({shape.releases for shape in SHAPES}) == len(SHAPES) == 6
+    assert len(set(SHAPES)) == 6
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize("has_vllms", [True, False], ids=["vllm_build", "torch_build"])
+def test_attention_of_vllm_is_ours(has_vllms, monkeypatch) -> None:
+    monkeypatch.setattr(backends, "_has_flash_attn", lambda: has_vllms)
+    monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
+    backends.BACKENDS.pop("vllm_flash_attn", None)
+    bf16 = torch.bfloat16
+    flash = "vllm_flash_attn" if has_vllms else "flash_attn"
+    assert backends.counterpart("FLASH_ATTN", CUDA, bf16) == flash
+    assert backends.counterpart("TRITON_ATTN", CUDA, bf16) == "triton"
+    assert backends.counterpart("TORCH_SDPA", CUDA, bf16) == "sdpa"
+    assert backends.counterpart("FLASHINFER", CUDA, bf16) in ("flashinfer", "triton")
+
+
+def test_attention_without_counterpart() -> None:
+    with pytest.raises(ValueError, match="ROCM_AITER_FA has no counterpart"):
+        backends.counterpart("ROCM_AITER_FA", CUDA, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"'flash_attn' needs CUDA and bf16 or fp16, not cpu"):
+        backends.counterpart("FLASH_ATTN", CPU, torch.bfloat16)
+
+
+def make_config(*, pruning=False, lora=False, **multimodal) -> SimpleNamespace:
+    """The fields of a vLLM configuration that decide who serves."""
+    multimodal = SimpleNamespace(
+        mm_encoder_tp_mode="weights", is_multimodal_pruning_enabled=lambda: pruning, **multimodal
+    )
+    return SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=multimodal),
+        parallel_config=SimpleNamespace(tensor_parallel_size=3),
+        lora_config=SimpleNamespace(enable_tower_connector_lora=lora),
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "served", "graphs"),
+    [
+        (make_config(), True, True),
+        (make_config(pruning=True), True, False),
+        (make_config(lora=True), False, False),
+        (make_config(mm_encoder_attn_dtype="fp8"), False, False),
+        (make_config(mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path="s"), False, True),
+        (make_config(mm_encoder_attn_dtype=None), True, True),
+    ],
+    ids=["plain", "video_pruning", "tower_lora", "fp8_dynamic", "fp8_static", "not_fp8"],
+)
+def test_who_serves(config, served, graphs) -> None:
+    """KNOWN_FAILURES 19, 24, 25, 32: 3 ranks replicate the tower where it is ours."""
+    assert (wrapper.why_not_served(config) is None) == served
+    assert (wrapper.why_no_graphs(config, None) is None) == graphs
+    assert wrapper.replicate_tower(config) == 3
+    mode = config.model_config.multimodal_config.mm_encoder_tp_mode
+    assert mode == ("data" if served else "weights")
+
+
+def test_sdpa_on_a_gpu_has_no_graphs() -> None:
+    for device, graphs in ((CUDA, False), (CPU, True)):
+        encoder = SimpleNamespace(attention="sdpa", tower=SimpleNamespace(device=device))
+        assert (wrapper.why_no_graphs(make_config(), encoder) is None) == graphs
