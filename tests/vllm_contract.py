@@ -520,6 +520,8 @@ def test_an_import_that_fails_leaves_vllms_model(monkeypatch, caplog) -> None:
     import importlib
     import sys
 
+    plugin = sys.modules["vitgraph.graphs.vllm_plugin"]
+    monkeypatch.setattr(plugin, "models", ours)  # what the import below replaces, and is undone
     monkeypatch.setitem(sys.modules, "vitgraph.graphs.vllm_plugin.wrapper", None)
     monkeypatch.delitem(sys.modules, MODELS)
     broken = importlib.import_module(MODELS)
@@ -527,3 +529,21 @@ def test_an_import_that_fails_leaves_vllms_model(monkeypatch, caplog) -> None:
     assert broken.Qwen3VLMoeForConditionalGeneration is moe.Qwen3VLMoeForConditionalGeneration
     lines = [r for r in caplog.records if "vLLM's own vision tower serves" in r.getMessage()]
     assert len(lines) == 1
+
+
+def test_doctor(monkeypatch) -> None:
+    """KNOWN_FAILURES 27: what would serve can be asked for."""
+    from vitgraph.graphs.vllm_plugin import report
+
+    plugin = SimpleNamespace(value="vitgraph.graphs.vllm_plugin:register")
+    monkeypatch.setattr(report, "entry_points", lambda group: [plugin])
+    lines = report.report()
+    assert lines["vLLM"] == RELEASE
+    assert lines["tower"].startswith("vitgraph, for Qwen3VLForConditionalGeneration and")
+    assert lines["protocol"] == f"encoder graphs of vLLM {detect_shape().releases}"
+    assert "TORCH_SDPA -> sdpa (eager)" in lines["attention"]
+    assert lines["kernels"] == "torch on cpu"
+    monkeypatch.setattr(ours, ARCHITECTURES[0], dense.Qwen3VLForConditionalGeneration)
+    assert "cannot be imported" in report.report()["tower"]
+    monkeypatch.setenv("VITGRAPH_DISABLE", "1")
+    assert report.report()["tower"] == "vLLM's own: VITGRAPH_DISABLE is set"
