@@ -30,7 +30,8 @@ def report() -> dict[str, str]:
         try:
             lines[key] = find()
         except Exception as error:
-            lines[key] = f"{'vLLM own: ' if key == 'tower' else ''}{type(error).__name__}: {error}"
+            whose = "vLLM's own: " if key == "tower" else ""
+            lines[key] = f"{whose}{type(error).__name__}: {error}"
     lines["graphs"] = _GRAPHS
     return lines
 

@@ -80,7 +80,10 @@ class SharedEncoder:
 
     def refresh(self) -> bool:
         """Follow parameters that moved or were replaced; False where ours cannot use them."""
-        pointers = tuple(owner[name].data_ptr() for owner, name in self._slots)
+        pointers = tuple(
+            0 if (parameter := owner.get(name)) is None else parameter.data_ptr()
+            for owner, name in self._slots
+        )
         if self._encoder is not None and pointers == self._pointers:
             return True
         config = VisionConfig.from_dict(self.vision_config.to_dict())

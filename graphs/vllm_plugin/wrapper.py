@@ -217,7 +217,7 @@ def _adopt(tower: Any, vllm_config: Any, shape: ReleaseShape) -> SharedEncoder:
     return adopt(tower, vision_config, attention)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _warn_once(reason: str) -> None:
     logger.warning("vitgraph: a pack is encoded eagerly: %s (said once)", reason)
 
