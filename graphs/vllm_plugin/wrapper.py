@@ -204,7 +204,7 @@ def why_no_graphs(vllm_config: Any, encoder: SharedEncoder | None) -> str | None
 def _adopt(tower: Any, vllm_config: Any, shape: ReleaseShape) -> SharedEncoder:
     """Raises ValueError: what keeps our encoder from serving."""
     vision_config = vllm_config.model_config.hf_config.vision_config
-    if not hasattr(tower, "deepstack_merger_list"):
+    if next(tower.parameters(), None) is None:  # a placeholder: no images and videos are allowed
         raise ValueError("this process has no vision tower")
     if reason := why_not_shareable(tower, VisionConfig.from_dict(vision_config.to_dict())):
         raise ValueError(reason)
