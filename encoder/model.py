@@ -89,6 +89,8 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         pixel_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype must be a torch.dtype, got {dtype!r}")
         if pixel_dtype not in (None, dtype, torch.uint8):
             raise ValueError(f"pixel_dtype {pixel_dtype} is neither {dtype} nor torch.uint8")
         self.config = config
@@ -169,16 +171,20 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
             ops=ops,
             pixel_dtype=pixel_dtype,
         )
+        encoder.share_weights(vision_model)
+        return encoder
+
+    def share_weights(self, vision_model: nn.Module) -> None:
+        """Use the parameters of transformers' tower, wherever they are now; nothing is copied."""
         shared = {
-            name: parameter.detach().reshape(-1, config.patch_width)
+            name: parameter.detach().reshape(-1, self.config.patch_width)
             if name == "patch_embed.proj.weight"
             else parameter.detach()
             for name, parameter in vision_model.named_parameters()
         }
-        encoder.load_state_dict(shared, assign=True)
-        encoder.requires_grad_(False)
-        encoder._settle()
-        return encoder
+        self.load_state_dict(shared, assign=True)
+        self.requires_grad_(False)
+        self._settle()
 
     @classmethod
     def random(

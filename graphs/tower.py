@@ -1,4 +1,8 @@
-"""Put the encoder under a transformers Qwen3-VL model, and take it out again."""
+"""Put the encoder under a transformers Qwen3-VL model, and take it out again.
+
+The model keeps its own tower module: names, weights, state_dict and device moves stay what they
+were. Only the tower's class changes, to one whose `forward` goes through a graph manager.
+"""
 
 from typing import Any
 
@@ -10,41 +14,48 @@ from vitgraph.graphs.config import CompilationConfig
 from vitgraph.graphs.manager import EncoderCudaGraphManager
 
 
+class _Service:
+    """What serves one tower: an encoder on the tower's weights, and its manager."""
+
+    def __init__(self, tower: nn.Module, config: CompilationConfig | None, attention: str) -> None:
+        self.encoder = Qwen3VLVisionEncoder.from_transformers(tower, attention=attention)
+        self.manager = EncoderCudaGraphManager(self.encoder, config)
+        self.addresses = self._addresses_of(tower)
+        self.manager.capture()
+
+    def follow(self, tower: nn.Module) -> None:
+        """Share the tower's weights anew where they moved or were replaced. Graphs captured
+        before then refuse to replay."""
+        addresses = self._addresses_of(tower)
+        if addresses != self.addresses:
+            self.encoder.share_weights(tower)
+            self.addresses = addresses
+
+    @staticmethod
+    def _addresses_of(tower: nn.Module) -> list[int]:
+        return [parameter.data_ptr() for parameter in tower.parameters()]
+
+    def __deepcopy__(self, memo: dict) -> None:
+        """A copy of the model is served by transformers."""
+
+
 class VisionTower(nn.Module):
-    """transformers' interface of a vision tower around a manager.
+    """First base of a served tower's class, before transformers' own."""
 
-    The original tower stays a submodule: it owns the weights, which the encoder shares, so the
-        model's
-    parameters, its device moves and its state_dict names do not change hands.
-    """
-
-    def __init__(self, original: nn.Module, manager: EncoderCudaGraphManager) -> None:
-        super().__init__()
-        self.original = original
-        # Not registered as a submodule: its parameters are the original's.
-        object.__setattr__(self, "manager", manager)
-        self.config = original.config
-        self.spatial_merge_size = original.spatial_merge_size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the parameters."""
-        return self.original.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters live."""
-        return self.original.device
+    vitgraph: _Service | None
 
     def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
-        """Encode through the manager; returns transformers' output, `last_hidden_state` left
-        out.
-        """
+        """Encode through the manager; inference only. Returns transformers' output without
+        `last_hidden_state`."""
+        if self.vitgraph is None:
+            return super().forward(hidden_states, grid_thw=grid_thw, **kwargs)
         from transformers.models.qwen3_vl.modeling_qwen3_vl import (
             BaseModelOutputWithDeepstackFeatures,
         )
 
-        per_item = self.manager.execute({"pixel_values": hidden_states, "image_grid_thw": grid_thw})
+        self.vitgraph.follow(self)
+        batch = {"pixel_values": hidden_states, "image_grid_thw": grid_thw}
+        per_item = self.vitgraph.manager.execute(batch)
         rows = per_item[0] if len(per_item) == 1 else torch.cat(per_item)
         merged, *levels = rows.split(self.config.out_hidden_size, dim=1)
         return BaseModelOutputWithDeepstackFeatures(pooler_output=merged, deepstack_features=levels)
@@ -54,6 +65,9 @@ def replace_vision_tower(
     model: nn.Module, config: CompilationConfig | None = None, *, attention: str = "auto"
 ) -> EncoderCudaGraphManager:
     """Serve a model's images and videos by vitgraph; its weights are shared, not copied.
+
+    For inference: no gradients reach the tower. Weights may change in place; after they moved (by
+    `.to`, say) graphs raise until the manager captures again.
 
     Args:
         model: transformers' `Qwen3VLForConditionalGeneration`,
@@ -68,36 +82,34 @@ def replace_vision_tower(
     Raises:
         ValueError: a model without a Qwen3-VL vision tower, or one that was replaced already.
     """
-    owner = _owner(model)
-    original = owner.visual
-    if isinstance(original, VisionTower):
-        raise ValueError(
-            "the vision tower is vitgraph's already; restore_vision_tower(model) first"
-        )
-    encoder = Qwen3VLVisionEncoder.from_transformers(original, attention=attention)
-    manager = EncoderCudaGraphManager(encoder, config)
-    manager.capture()
-    owner.visual = VisionTower(original, manager)
-    return manager
+    tower = _tower(model)
+    if isinstance(tower, VisionTower):
+        raise ValueError("vitgraph serves this tower already; restore_vision_tower(model) first")
+    service = _Service(tower, config, attention)
+    own = type(tower)
+    tower.__class__ = type(f"Vitgraph{own.__name__}", (VisionTower, own), {})
+    tower.vitgraph = service
+    return service.manager
 
 
 def restore_vision_tower(model: nn.Module) -> None:
-    """Put transformers' own tower back and free the graphs.
+    """Put transformers' own forward back and free the graphs.
 
     Raises:
         ValueError: the tower was not replaced.
     """
-    owner = _owner(model)
-    if not isinstance(owner.visual, VisionTower):
+    tower = _tower(model)
+    if not isinstance(tower, VisionTower):
         raise ValueError("the vision tower is transformers' own; there is nothing to restore")
-    tower = owner.visual
-    owner.visual = tower.original
-    tower.manager.clear()
+    if tower.vitgraph is not None:
+        tower.vitgraph.manager.clear()
+    del tower.vitgraph
+    tower.__class__ = type(tower).__bases__[1]
 
 
-def _owner(model: nn.Module) -> nn.Module:
+def _tower(model: nn.Module) -> nn.Module:
     owner = model if hasattr(model, "visual") else getattr(model, "model", None)
     tower = getattr(owner, "visual", None)
-    if not isinstance(tower, VisionTower) and not hasattr(tower, "deepstack_merger_list"):
+    if not hasattr(tower, "deepstack_merger_list"):
         raise ValueError(f"{type(model).__name__} has no Qwen3-VL vision tower")
-    return owner
+    return tower

@@ -1,5 +1,7 @@
 """transformers users: same generation before and after, and the tower comes back."""
 
+import copy
+
 import pytest
 import torch
 from transformers import (
@@ -86,6 +88,7 @@ def test_same_generation(kind, video, device, dtype, tools) -> None:
     model = make(kind, tools.tiny, device).to(dtype)
     prompt = inputs(device, dtype, video=video)
     own_tower, names = model.model.visual, set(model.state_dict())
+    own_class = type(own_tower)
     with torch.no_grad():
         logits = model(**prompt).logits
     generated = model.generate(**prompt, max_new_tokens=8, do_sample=False)
@@ -100,8 +103,9 @@ def test_same_generation(kind, video, device, dtype, tools) -> None:
         assert torch.equal(again, generated)
     assert manager.get_cumulative_stats()["graph_hits"] > 0
 
+    assert set(model.state_dict()) == names, "what is saved now can be loaded anywhere"
     restore_vision_tower(model)
-    assert model.model.visual is own_tower
+    assert model.model.visual is own_tower and type(own_tower) is own_class
     assert set(model.state_dict()) == names
     assert torch.equal(model.generate(**prompt, max_new_tokens=8, do_sample=False), generated)
 
@@ -112,8 +116,68 @@ def test_base_models_and_mistakes(tools) -> None:
         restore_vision_tower(model)
     replace_vision_tower(model)
     assert isinstance(model.visual, VisionTower)
-    with pytest.raises(ValueError, match="vitgraph's already"):
+    with pytest.raises(ValueError, match="serves this tower already"):
         replace_vision_tower(model)
     restore_vision_tower(model)
     with pytest.raises(ValueError, match="Linear has no Qwen3-VL vision tower"):
         replace_vision_tower(torch.nn.Linear(2, 2))
+
+
+CHANGES = {
+    "in_place": lambda p: p.data.mul_(1.5),
+    "data": lambda p: setattr(p, "data", p.data * 1.5),
+}
+
+
+@pytest.mark.parametrize("change", [*CHANGES, "assigned", "converted"])
+def test_changed_weights_are_followed(change, tools) -> None:
+    model = make("dense", tools.tiny, "cpu")
+    prompt = inputs("cpu", torch.float32)
+    replace_vision_tower(model)
+    visual = model.model.visual
+    if change in CHANGES:
+        for parameter in visual.parameters():
+            CHANGES[change](parameter)
+    elif change == "assigned":
+        scaled = {name: 1.5 * tensor for name, tensor in model.state_dict().items()}
+        model.load_state_dict(scaled, assign=True)
+    else:
+        model.to(torch.float64)
+        prompt["pixel_values"] = prompt["pixel_values"].double()
+    served = model.model.get_image_features(prompt["pixel_values"], prompt["image_grid_thw"])
+    restore_vision_tower(model)
+    own = model.model.get_image_features(prompt["pixel_values"], prompt["image_grid_thw"])
+    ours, theirs = torch.cat(served.pooler_output), torch.cat(own.pooler_output)
+    assert ours.dtype == theirs.dtype
+    assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
+
+
+def test_graphs_refuse_weights_that_moved(tools) -> None:
+    model = make("dense", tools.tiny, "cpu")
+    prompt = inputs("cpu", torch.float32)
+    manager = replace_vision_tower(model, CompilationConfig(True, (64,), 8))
+    features = (prompt["pixel_values"], prompt["image_grid_thw"])
+    before = torch.cat(model.model.get_image_features(*features).pooler_output)
+    CHANGES["data"](next(model.model.visual.parameters()))
+    with pytest.raises(RuntimeError, match="weights moved since capture"):
+        model.model.get_image_features(*features)
+    manager.capture()
+    assert not torch.equal(
+        torch.cat(model.model.get_image_features(*features).pooler_output), before
+    )
+
+
+def test_save_and_copy_while_served(tools, tmp_path) -> None:
+    model = make("dense", tools.tiny, "cpu")
+    prompt = inputs("cpu", torch.float32)
+    replace_vision_tower(model)
+    with torch.no_grad():
+        logits = model(**prompt).logits
+    model.save_pretrained(tmp_path)
+    for other in (
+        Qwen3VLForConditionalGeneration.from_pretrained(tmp_path),
+        copy.deepcopy(model),
+    ):
+        with torch.no_grad():
+            again = other.eval()(**prompt).logits
+        assert (again - logits).norm() <= 1e-4 * logits.norm()
