@@ -13,7 +13,12 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -71,8 +76,16 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
     def hub(filename: str) -> Path:
         try:
             return Path(hf_hub_download(str(model), filename, revision=revision))
+        except LocalEntryNotFoundError:
+            raise ValueError(
+                f"{model}: the hub cannot be reached, and {filename} is not cached"
+            ) from None
         except EntryNotFoundError as error:
             raise FileNotFoundError(filename) from error
+        except RepositoryNotFoundError:
+            raise ValueError(
+                f"{model} is no directory here, and no repository on the hub"
+            ) from None
         except HFValidationError:
             raise ValueError(f"{model} is neither a directory nor a hub repository id") from None
 

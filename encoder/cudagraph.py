@@ -73,11 +73,13 @@ class EncoderCudaGraphMixin:
         Raises:
             ValueError: unknown or missing keys, or an item that does not fit its pixels.
         """
-        given = {key for key, value in mm_kwargs.items() if value is not None}
+        # A processor's output may be handed in whole: text is not ours.
+        known = {key for keys in KEYS.values() for key in keys}
+        given = {key for key in known if mm_kwargs.get(key) is not None}
         parts = [keys for keys in KEYS.values() if given & set(keys)]
         if not parts or given != {key for keys in parts for key in keys}:
             expected = " or ".join(f"{pixels} and {grids}" for pixels, grids in KEYS.values())
-            raise ValueError(f"a batch has {expected}, got {sorted(given)}")
+            raise ValueError(f"a batch has {expected}, got {sorted(mm_kwargs)}")
         checked = [self._check(mm_kwargs[pixels], mm_kwargs[grids]) for pixels, grids in parts]
         if len(checked) == 1:
             return dict(zip(parts[0], checked[0], strict=True))

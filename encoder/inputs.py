@@ -77,6 +77,8 @@ def check_pixels(pixel_values: Any, grids: Grids, patch_width: int) -> Tensor:
     Raises:
         ValueError: naming the first item that does not fit and both numbers.
     """
+    if isinstance(pixel_values, list | tuple):
+        raise ValueError("pixel_values must be one tensor of all patches, got a list")
     pixels = torch.as_tensor(pixel_values)
     if pixels.ndim != 2 or pixels.shape[1] != patch_width:
         raise ValueError(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vitgraph.graphs.config import powers_of_two
+from vitgraph.graphs.config import check_name, powers_of_two
 
 # Tokens of what one replay would hold -> how often; any non-negative weights.
 Histogram = Mapping[int, float]
@@ -110,17 +110,12 @@ def resolve_budgets(
         budgets = "powers_of_two"
     largest = budget_range[1]
     smallest = max(budget_range[0], min(max_items, largest))
-    name, _, argument = budgets.partition(":")
-    if name == "powers_of_two" and not argument:
+    name, argument = check_name(budgets)
+    if name == "powers_of_two":
         return powers_of_two(smallest, largest)
-    if name == "ladder" and (argument.isdecimal() or not argument):
+    if name == "ladder":
         return ladder(smallest, largest, int(argument or 4))
-    if name == "traffic" and argument:
-        return traffic(load_histogram(argument), count, largest, smallest)
-    raise ValueError(
-        f"encoder_cudagraph_token_budgets: {budgets!r} is none of 'powers_of_two', 'ladder', "
-        f"'ladder:STEPS', 'traffic:FILE'"
-    )
+    return traffic(load_histogram(argument), count, largest, smallest)
 
 
 class TrafficRecorder:

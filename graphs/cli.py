@@ -38,7 +38,9 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         help="without a model: random weights of this tower (default: 8b on a GPU, 2b on a CPU)",
     )
-    common.add_argument("--max-pixels", type=int, default=None, help="largest image area")
+    common.add_argument(
+        "--max-pixels", type=int, default=None, help="largest area of an image or frame"
+    )
 
     encode = commands.add_parser("encode", parents=[common], help="encode images and videos")
     encode.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="files or folders")
@@ -68,7 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     precompile = commands.add_parser(
         "precompile", help="fill Triton's cache for a GPU that is not here"
     )
-    precompile.add_argument("--arch", default="sm_90", help="sm_80, sm_90 or sm_100")
+    precompile.add_argument(
+        "--arch", default="sm_90", help="sm_80, sm_86, sm_89, sm_90 (default) or sm_100"
+    )
     tower = precompile.add_mutually_exclusive_group()
     tower.add_argument("--geometry", choices=sorted(GEOMETRIES), default="8b")
     tower.add_argument("--model", default=None, help="checkpoint whose config.json to use")
@@ -82,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
     stats = commands.add_parser("stats", help="show a run recorded by `encode --record`")
     stats.add_argument("file", type=Path)
-    stats.add_argument("--picture", type=Path, default=None, metavar="PNG")
+    stats.add_argument("--picture", type=Path, default=None, metavar="IMAGE")
     stats.set_defaults(run=_stats)
 
     doctor = commands.add_parser("doctor", help="what is installed and what works here")
@@ -114,6 +118,8 @@ def _stats(args: argparse.Namespace) -> int:
     run = RunRecorder.load(args.file)
     console.print(table(run))
     if args.picture:
+        if not args.picture.parent.is_dir():
+            raise ValueError(f"--picture {args.picture}: there is no folder {args.picture.parent}")
         picture(run).savefig(args.picture, dpi=120)
         console.print(f"wrote {args.picture}", markup=False)
     return 0

@@ -44,7 +44,9 @@ class CompilationConfig:
                     f"encoder_cudagraph_token_budgets: {budget!r} in {list(budgets)} is no "
                     f"positive integer"
                 )
-        if not named:
+        if named:
+            check_name(self.encoder_cudagraph_token_budgets)
+        else:
             object.__setattr__(self, "encoder_cudagraph_token_budgets", tuple(sorted(set(budgets))))
         items = self.encoder_cudagraph_max_images_per_batch
         if not _is_count(items) or items < 0:
@@ -103,6 +105,23 @@ class Limits:
     budgets: tuple[int, ...]
     max_items: int
     max_sequences: int
+
+
+def check_name(budgets: str) -> tuple[str, str]:
+    """Split a named choice of budgets into name and argument.
+
+    Raises:
+        ValueError: no such choice.
+    """
+    name, _, argument = budgets.partition(":")
+    steps = argument.isdecimal() and int(argument) > 0
+    known = {"powers_of_two": not argument, "ladder": steps or not argument, "traffic": argument}
+    if not known.get(name):
+        raise ValueError(
+            f"encoder_cudagraph_token_budgets: {budgets!r} is none of 'powers_of_two', 'ladder', "
+            f"'ladder:STEPS', 'traffic:FILE'"
+        )
+    return name, argument
 
 
 def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:

@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Its name from torch 2.13 on; the older one warns there.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def assign(sizes: Sequence[int], world: int) -> list[list[int]]:
     """Indices of the items of each rank, ascending: longest first onto the least loaded rank.
@@ -115,7 +118,7 @@ class DataParallelEncoder:
         mine = rows[self.rank * share : (self.rank + 1) * share]
         if own:
             torch.cat(own, out=mine[: sum(map(len, own))])
-        dist.all_gather_into_tensor(rows, mine, group=self.group)
+        _all_gather(rows, mine, group=self.group)
         outputs: list[Tensor | None] = [None] * len(tokens)
         for rank, indices in enumerate(ranks):
             start = rank * share
@@ -135,7 +138,7 @@ class DataParallelEncoder:
         """Raise on every rank unless all have the same (digest, items); None: no valid batch."""
         own = torch.tensor(digest or (0, -1), dtype=torch.int64)
         every = torch.empty(self.world * 2, dtype=torch.int64)
-        dist.all_gather_into_tensor(every, own, group=self._check_group)
+        _all_gather(every, own, group=self._check_group)
         batches = list(map(tuple, every.view(-1, 2).tolist()))
         if error is not None:
             raise error

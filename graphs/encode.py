@@ -33,8 +33,13 @@ def encode_files(args: argparse.Namespace, console: Console, errors: Console) ->
     """Run the command; returns its exit status."""
     if args.batch_size < 1:
         raise ValueError(f"--batch-size {args.batch_size} must be at least 1")
-    if args.output and not args.output.parent.is_dir():
-        raise ValueError(f"--output {args.output}: there is no folder {args.output.parent}")
+    for option, file in (("--output", args.output), ("--record", args.record)):
+        if file and (file.is_dir() or not file.parent.is_dir()):
+            raise ValueError(
+                f"{option} {file}: there is no folder {file.parent} to write a file in"
+            )
+    if args.output and args.output == args.record:
+        raise ValueError(f"--output and --record are the same file, {args.output}")
     paths = list(expand(args.paths, args.frames))
     if not paths:
         raise ValueError("nothing to encode: name files or folders")
@@ -153,11 +158,12 @@ def write(path: Path, results: Sequence[Result]) -> None:
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
+    grids: dict[str, str] = {}
     for result in results:
         name, copies = result.media.name, 1
         while name in tensors:
             copies += 1
             name = f"{result.media.name}#{copies}"
         tensors[name] = result.embeddings.cpu().contiguous()
-    grids = {result.media.name: "x".join(map(str, result.media.grid)) for result in results}
+        grids[name] = "x".join(map(str, result.media.grid))
     save_file(tensors, path, metadata=grids)

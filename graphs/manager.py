@@ -82,6 +82,11 @@ class EncoderCudaGraphManager:
             budget_range,
             model.get_encoder_cudagraph_config().sequences_are_free,
         )
+        if self.cost_model is not None and self.cost_model.budgets != self._requested.budgets:
+            raise ValueError(
+                f"the cost model has budgets {list(self.cost_model.budgets)}, the configuration "
+                f"{list(self._requested.budgets)}"
+            )
         self.limits = self._requested
         self.statistics = Statistics(self.limits.budgets, log_interval)
         self.profile = profile

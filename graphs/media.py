@@ -5,15 +5,15 @@ choose for them together; two frames then share a temporal patch.
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from vitgraph.encoder.checkpoint import open_checkpoint
@@ -32,6 +32,7 @@ _DEFAULTS = {
     "size": {"shortest_edge": 65536, "longest_edge": 16777216},
 }
 _VIDEO_SIZE = {"shortest_edge": 4096, "longest_edge": 25165824}  # of all frames together
+MIN_PIXELS = 32 * 32  # one token
 FRAMES_PER_SECOND, MIN_FRAMES, MAX_FRAMES = 2.0, 4, 768
 
 
@@ -57,17 +58,17 @@ class MediaLoader:
     def __init__(self, model: str | Path | None = None, max_pixels: int | None = None) -> None:
         from transformers import Qwen2VLImageProcessorPil
 
-        self.video_size = dict(_VIDEO_SIZE)
-        if model is None:
-            self.processor = Qwen2VLImageProcessorPil(**_DEFAULTS)
-        else:
-            checkpoint = open_checkpoint(model)
-            directory = checkpoint.file("preprocessor_config.json").parent
-            self.processor = Qwen2VLImageProcessorPil.from_pretrained(directory)
-            with suppress(FileNotFoundError):
-                video = json.loads(checkpoint.fetch("video_preprocessor_config.json").read_text())
-                self.video_size |= video.get("size") or {}
+        if max_pixels is not None and max_pixels < MIN_PIXELS:
+            raise ValueError(f"max_pixels {max_pixels} is below one token, {MIN_PIXELS} pixels")
+        image, video = _configs(model) if model is not None else (None, None)
+        self.processor = (
+            Qwen2VLImageProcessorPil.from_dict(image)
+            if image is not None
+            else Qwen2VLImageProcessorPil(**_DEFAULTS)
+        )
+        self.video_size = _VIDEO_SIZE | ((video or {}).get("size") or {})
         self.size = dict(self.processor.size)
+        self.max_pixels = max_pixels
         if max_pixels is not None:
             self.size["longest_edge"] = max_pixels
             self.size["shortest_edge"] = min(self.size["shortest_edge"], max_pixels)
@@ -78,7 +79,8 @@ class MediaLoader:
         Raises:
             ValueError: a file that is missing, truncated or no image, by name.
         """
-        return self._media(str(path), "image", *self._patches([_open(path)], self.size))
+        patches, grids = self._patches(path, [_open(path)], self.size)
+        return Media(str(path), "image", patches, tuple(grids[0]))
 
     def video(self, path: Path) -> Media:
         """Read a video file (two frames a second, 4 to 768 in all) or a folder of frames.
@@ -89,16 +91,16 @@ class MediaLoader:
         frames = _frame_files(path) if path.is_dir() else _decode(path)
         if len(frames) % 2:
             frames = [*frames, frames[-1]]
-        size = {
-            "shortest_edge": -(-self.video_size["shortest_edge"] // len(frames)),
-            "longest_edge": self.video_size["longest_edge"] // len(frames),
-        }
-        patches, grids = self._patches(frames, size)
+        least, most = self.video_size["shortest_edge"], self.video_size["longest_edge"]
+        size = {"shortest_edge": -(-least // len(frames)), "longest_edge": most // len(frames)}
+        if self.max_pixels is not None:
+            size = {edge: min(pixels, self.max_pixels) for edge, pixels in size.items()}
+        patches, grids = self._patches(path, frames, size)
         # A lone frame fills both temporal slots of a patch; take one slot from each of a pair.
         slots = patches.view(len(frames), -1, 3, 2, self.processor.patch_size**2)
         pairs = torch.stack([slots[0::2, :, :, 0], slots[1::2, :, :, 1]], dim=3)
         grid = (len(frames) // 2, grids[0][1], grids[0][2])
-        return self._media(str(path), "video", pairs.reshape(-1, patches.shape[1]), [grid])
+        return Media(str(path), "video", pairs.reshape(-1, patches.shape[1]), grid)
 
     def load(self, path: Path) -> Media:
         """Read an image or a video, by suffix; a folder counts as the frames of a video."""
@@ -107,14 +109,30 @@ class MediaLoader:
         return self.image(path)
 
     def _patches(
-        self, images: Sequence[Image.Image], size: dict[str, Any]
+        self, path: Path, images: Sequence[Image.Image], size: dict[str, Any]
     ) -> tuple[Tensor, list[Grid]]:
-        features = self.processor(images=list(images), size=size, return_tensors="pt")
+        try:
+            features = self.processor(images=list(images), size=size, return_tensors="pt")
+        except ValueError as error:  # what the processor refuses: thinner than 1 to 200
+            raise ValueError(f"{path}: {error}") from None
         return features["pixel_values"], features["image_grid_thw"].tolist()
 
-    @staticmethod
-    def _media(name: str, modality: str, patches: Tensor, grids: list[Grid]) -> Media:
-        return Media(name, modality, patches, tuple(grids[0]))
+
+def _configs(model: str | Path) -> tuple[dict | None, dict | None]:
+    """A checkpoint's settings of the image and of the video processor, where it has any."""
+    checkpoint = open_checkpoint(model)
+
+    def read(filename: str) -> dict:
+        try:
+            return json.loads(checkpoint.fetch(filename).read_text())
+        except FileNotFoundError:
+            return {}
+
+    # transformers 5 writes one file for all processors
+    together = read("processor_config.json")
+    image = read("preprocessor_config.json") or together.get("image_processor")
+    video = read("video_preprocessor_config.json") or together.get("video_processor")
+    return image, video
 
 
 def expand(paths: Iterable[Path], frame_folders: Iterable[Path] = ()) -> Iterator[Path]:
@@ -138,7 +156,7 @@ def expand(paths: Iterable[Path], frame_folders: Iterable[Path] = ()) -> Iterato
 def _open(path: Path) -> Image.Image:
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
+            return ImageOps.exif_transpose(image).convert("RGB")
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
     except UnidentifiedImageError:
@@ -148,7 +166,8 @@ def _open(path: Path) -> Image.Image:
 
 
 def _frame_files(folder: Path) -> list[Image.Image]:
-    files = [file for file in sorted(folder.iterdir()) if file.suffix.lower() in IMAGE_SUFFIXES]
+    files = [file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES]
+    files.sort(key=_by_number)
     if not files:
         raise ValueError(f"{folder} holds no frames")
     frames = [_open(file) for file in files]
@@ -165,16 +184,27 @@ def _decode(path: Path) -> list[Image.Image]:
     try:
         import av
     except ImportError:
-        raise ValueError(f"{path}: video files need PyAV (pip install 'vitgraph[video]')") from None
+        raise ValueError(f"{path}: video files need PyAV (pip install av)") from None
     try:
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
             rate = float(stream.average_rate or 24)
-            frames = [frame.to_image() for frame in container.decode(stream)]
+            total = stream.frames or sum(1 for _ in container.decode(stream))
+        wanted = int(total / rate * FRAMES_PER_SECOND)
+        wanted = min(max(wanted, MIN_FRAMES), MAX_FRAMES, total)
+        chosen = set(np.linspace(0, total - 1, wanted).round().astype(int).tolist())
+        with av.open(str(path)) as container:
+            decoded = enumerate(container.decode(container.streams.video[0]))
+            # only the chosen frames become images: a minute of video would fill the memory
+            frames = [frame.to_image() for index, frame in decoded if index in chosen]
     except (av.FFmpegError, IndexError, OSError) as error:
-        raise ValueError(f"{path}: {error or 'no video stream'}") from None
+        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or 'no video'}") from None
     if not frames:
         raise ValueError(f"{path}: no frames")
-    wanted = int(len(frames) / rate * FRAMES_PER_SECOND)
-    wanted = min(max(wanted, MIN_FRAMES), MAX_FRAMES, len(frames))
-    return [frames[i] for i in np.linspace(0, len(frames) - 1, wanted).round().astype(int)]
+    return frames
+
+
+def _by_number(file: Path) -> list[tuple[int, str]]:
+    """frame2 before frame10."""
+    parts = re.split(r"(\d+)", file.name)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]

@@ -41,10 +41,15 @@ class EncoderMetrics:
             from prometheus_client import REGISTRY
         except ImportError:
             raise ValueError(
-                "metrics need prometheus_client: pip install 'vitgraph[metrics]'"
+                "metrics need prometheus_client: pip install prometheus-client"
             ) from None
         self._managers: dict[str, HasStatistics] = {}
-        (registry or REGISTRY).register(self)
+        try:
+            (registry or REGISTRY).register(self)
+        except ValueError:
+            raise ValueError(
+                "metrics: this registry has an EncoderMetrics already; let it watch the manager"
+            ) from None
 
     def watch(self, name: str, manager: HasStatistics) -> None:
         """Report a manager under `encoder="name"`.

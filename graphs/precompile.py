@@ -21,6 +21,8 @@ def precompile_command(args: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"--arch {args.arch} is none of {', '.join(ARCHITECTURES)}")
     if triton.knobs.runtime.interpret:
         raise ValueError("TRITON_INTERPRET is set: interpreted kernels do not compile")
+    if args.budgets and min(args.budgets) < 1:
+        raise ValueError(f"--budgets {min(args.budgets)} must be at least 1")
     config = VisionConfig.from_pretrained(args.model) if args.model else GEOMETRIES[args.geometry]
     budgets = args.budgets or powers_of_two(64, 8192)
     with console.status(f"compiling for {args.arch}"):

@@ -91,7 +91,7 @@ def picture(run: RunRecorder) -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("the picture needs matplotlib: pip install 'vitgraph[bench]'") from None
+        raise ValueError("the picture needs matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     fills, latency = figure.subplots(1, 2)
     by_budget = run.by_budget()

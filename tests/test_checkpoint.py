@@ -124,3 +124,14 @@ def test_mean_and_std_of_bytes_come_from_the_processor(tower, tools, tmp_path) -
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
     normalization = Qwen3VLVisionEncoder.from_pretrained(tmp_path).normalization
     assert normalization == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+
+
+def test_a_hub_out_of_reach_is_not_a_missing_file(monkeypatch) -> None:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def offline(*arguments, **keywords) -> str:
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(checkpoint_module, "hf_hub_download", offline)
+    with pytest.raises(ValueError, match=r"some/repository: the hub cannot be reached"):
+        Qwen3VLVisionEncoder.from_pretrained("some/repository")

@@ -366,3 +366,9 @@ def test_a_backend_that_reads_lengths_cannot_be_captured() -> None:
     with pytest.raises(ValueError, match="'sdpa' reads sequence lengths on the host"):
         manager.capture()
     assert not manager.is_captured()
+
+
+def test_a_processors_whole_output_may_be_handed_in(manager, batch) -> None:
+    mm_kwargs = batch([(1, 4, 4)])
+    text = {"input_ids": torch.zeros(1, 3), "attention_mask": torch.ones(1, 3)}
+    assert torch.equal(manager.execute(mm_kwargs | text)[0], manager.execute(mm_kwargs)[0])

@@ -1,5 +1,6 @@
 """Files to patches: what transformers' processor gives, frames paired, mistakes by name."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -124,3 +125,44 @@ def test_expand_folders(tmp_path) -> None:
     assert list(expand([], [folder])) == [folder]
     with pytest.raises(ValueError, match="holds no image or video"):
         list(expand([tmp_path]))
+
+
+def test_photographs_are_turned_upright(loader, tmp_path) -> None:
+    path = tmp_path / "phone.jpg"
+    exif = Image.Exif()
+    exif[0x0112] = 6  # rotated by a quarter
+    Image.new("RGB", (320, 128)).save(path, exif=exif)
+    _, height, width = loader.image(path).grid
+    assert height > width
+
+
+def test_frames_come_by_number(loader, tmp_path) -> None:
+    for index in (1, 2, 9, 10, 11, 12):
+        Image.new("RGB", (64, 64), (20 * index,) * 3).save(tmp_path / f"frame{index}.png")
+    video = loader.video(tmp_path)
+    slots = video.pixel_values.view(3, -1, 3, 2, 256).mean(dim=(1, 2, 4)).flatten()
+    assert (slots.diff() > 0).all()
+
+
+def test_max_pixels_limits_frames_too(tmp_path) -> None:
+    folder = frames(tmp_path / "large", 4, (640, 640))
+    assert MediaLoader().video(folder).grid == (2, 40, 40)
+    assert MediaLoader(max_pixels=128 * 128).video(folder).grid == (2, 8, 8)
+    with pytest.raises(ValueError, match="max_pixels 1000 is below one token, 1024 pixels"):
+        MediaLoader(max_pixels=1000)
+
+
+def test_settings_of_a_checkpoint_saved_by_transformers_5(tmp_path) -> None:
+    settings = {
+        "image_processor": {"patch_size": 16, "image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+    }
+    (tmp_path / "processor_config.json").write_text(json.dumps(settings))
+    assert MediaLoader(tmp_path).image(PHOTOS / "cat.jpg").pixel_values.min() >= 0
+    (tmp_path / "processor_config.json").unlink()
+    assert MediaLoader(tmp_path).image(PHOTOS / "cat.jpg").pixel_values.min() < 0
+
+
+def test_too_thin_an_image_is_named(loader, tmp_path) -> None:
+    Image.new("RGB", (4010, 20)).save(tmp_path / "thin.png")
+    with pytest.raises(ValueError, match=r"thin\.png: absolute aspect ratio"):
+        loader.image(tmp_path / "thin.png")
