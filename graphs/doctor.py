@@ -1,13 +1,14 @@
 """`vitgraph doctor`: what is installed, what works on this machine, and why not."""
 
 import platform
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from vitgraph.encoder.attention import BACKENDS, resolve_backend
+from vitgraph.graphs.vllm_plugin.report import report
 
 PACKAGES = (
     "vitgraph",
@@ -50,7 +51,11 @@ def doctor(console: Console) -> int:
             backends.add_row(backend, device, _serves(backend, device))
     console.print(backends, "")
     console.print(f"Hopper tier of the kernels: {_hopper()}", highlight=False)
-    console.print(f"graphs: {_graphs()}", f"vLLM: {_vllm()}", sep="\n", highlight=False)
+    console.print(f"graphs: {_graphs()}", "", sep="\n", highlight=False)
+    plugin = Table(title="vLLM", title_justify="left", box=None, show_header=False)
+    for name, value in report().items():
+        plugin.add_row(name, value)
+    console.print(plugin)
     return 0
 
 
@@ -96,14 +101,3 @@ def _graphs() -> str:
     if torch.cuda.is_available():
         return "captured and replayed"
     return "torch sees no CUDA GPU; the same packs run without capture"
-
-
-def _vllm() -> str:
-    if _version("vllm") == "-":
-        return "not installed"
-    ours = [e for e in entry_points(group="vllm.general_plugins") if e.value.startswith("vitgraph")]
-    if not ours:
-        return (
-            "installed, but this version of vitgraph has no plugin for it: vLLM's own tower serves"
-        )
-    return f"would load {ours[0].value}"
