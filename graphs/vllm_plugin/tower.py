@@ -157,9 +157,12 @@ class SharedEncoder:
         return None
 
     def replay_grids(self, grids: Grids, max_items: int) -> Tensor:
-        """[max_items, 3], unused slots zero."""
+        """[max_items, 3] on the tower's device, unused slots zero."""
         slots = [*grids, *[(0, 0, 0)] * (max_items - len(grids))]
-        return torch.tensor(slots, dtype=torch.int32)
+        values, device = torch.tensor(slots, dtype=torch.int32), self.encoder.device
+        if device.type == "cuda":  # vLLM's own copy would wait for the replay before
+            values = values.pin_memory().to(device, non_blocking=True)
+        return values
 
     def _bind(self) -> Qwen3VLVisionEncoder:
         tower = self.tower
