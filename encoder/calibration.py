@@ -5,6 +5,7 @@ the whole capacity. Budgets come in steps of two, so a replay fills half of its 
 layer is timed with half of the rows and with all of them, and the smaller sum wins.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -61,8 +62,8 @@ def _time_layer(
     providers = linear_providers(encoder.device, dtype, rows, *weight.shape)
     if len(providers) == 1:
         return {providers[0]: 0.0}
-    x = torch.randn(rows, weight.shape[1], device=encoder.device).to(dtype)
-    out = torch.randn(rows, weight.shape[0], device=encoder.device).to(encoder.dtype)
+    x = torch.randn(rows, weight.shape[1], device=encoder.device, dtype=dtype)
+    out = torch.randn(rows, weight.shape[0], device=encoder.device, dtype=encoder.dtype)
     num_rows = torch.empty(1, dtype=torch.int32, device=encoder.device)
     times: dict[Provider, float] = {}
     for provider in providers:
@@ -102,8 +103,8 @@ def _time_attention(
 ) -> dict[str, float]:
     """Microseconds of each backend: one item that fills the capacity, and items of 512x512."""
     config, merge = encoder.config, encoder.config.spatial_merge_size
-    qkv = torch.randn(num_patches, 3, config.num_heads, config.head_dim, device=encoder.device)
-    qkv = qkv.to(encoder.dtype)
+    shape = num_patches, 3, config.num_heads, config.head_dim
+    qkv = torch.randn(shape, device=encoder.device, dtype=encoder.dtype)
     short = max(min(TYPICAL_SEQUENCE, num_patches), num_patches // max_sequences)
     grids = [[[1, merge, num_patches // merge]], [[num_patches // short, merge, short // merge]]]
     layouts = [
@@ -122,11 +123,17 @@ def _time_attention(
     return times
 
 
+@functools.cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """One for all measurements: cuBLAS keeps a workspace for every stream it has seen."""
+    return torch.cuda.Stream(device)
+
+
 def _microseconds(
     call: Callable[[], object], num_rows: Tensor | None = None, rows: Sequence[int] = (0,)
 ) -> float:
     """Median time of one call inside a replayed graph, summed over the row counts."""
-    stream = torch.cuda.Stream()
+    stream = _stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     total = 0.0
     with torch.cuda.stream(stream):

@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -19,10 +20,13 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 PREFIXES = ("model.visual.", "visual.", "")
+# Stored as a [C, 3, 2, 16, 16] kernel, used as [C, 1536].
+PATCH_EMBED = "patch_embed.proj.weight"
+DTYPES = ("BF16", "F16", "F32", "F64")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -40,19 +44,33 @@ class Checkpoint:
         except FileNotFoundError:
             raise ValueError(f"{self.name} is no checkpoint: it has no {filename}") from None
 
+    def open(self, filename: str) -> Any:
+        """A safetensors file, opened."""
+        path = self.file(filename)
+        try:
+            return safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"{self.name}: {filename} is no safetensors file: {error}") from None
+
     def weight_map(self) -> dict[str, str]:
         """Tensor name -> file name, of every tensor of the checkpoint."""
         try:
-            return json.loads(self.fetch(INDEX).read_text())["weight_map"]
+            weight_map = json.loads(self.fetch(INDEX).read_text())["weight_map"]
+            if not all(_is_plain(file) for file in weight_map.values()):
+                raise ValueError("it names a file outside the checkpoint")
+            return weight_map
         except FileNotFoundError:
             pass
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{self.name}: {INDEX} cannot be read: {error!r}") from None
         try:
-            with safe_open(self.fetch(SINGLE), framework="pt") as tensors:
-                return dict.fromkeys(tensors.keys(), SINGLE)
+            self.fetch(SINGLE)
         except FileNotFoundError:
             raise ValueError(
                 f"{self.name} has no weights: neither {INDEX} nor {SINGLE} is there"
             ) from None
+        with self.open(SINGLE) as tensors:
+            return dict.fromkeys(tensors.keys(), SINGLE)
 
 
 def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoint:
@@ -92,10 +110,15 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
     return Checkpoint(str(model), hub)
 
 
-def load_vision_weights(module: nn.Module, checkpoint: Checkpoint) -> None:
+def load_vision_weights(
+    module: nn.Module, checkpoint: Checkpoint, kernel: tuple[int, int] = (3, 2)
+) -> None:
     """Copy the tower's tensors into `module`, opening only the shards that hold them.
 
     Everything is compared before anything is copied.
+
+    Args:
+        kernel: channels and frames of the patch embedding's kernel.
 
     Raises:
         ValueError: one message that lists missing, unexpected and mis-shaped tensors.
@@ -118,18 +141,21 @@ def load_vision_weights(module: nn.Module, checkpoint: Checkpoint) -> None:
     common = sorted(parameters.keys() & files.keys())
     with ExitStack() as stack:
         shards = {
-            file: stack.enter_context(safe_open(checkpoint.file(file), framework="pt"))
+            file: stack.enter_context(checkpoint.open(file))
             for file in sorted({files[name] for name in common})
         }
         for name in common:
             if prefix + name not in shards[files[name]].keys():  # noqa: SIM118 - not a dict
                 problems.append(f"missing {name} (the index names {files[name]})")
                 continue
-            found = tuple(shards[files[name]].get_slice(prefix + name).get_shape())
-            wanted = tuple(parameters[name].shape)
-            # The patch embedding is stored as a [C, 3, 2, 16, 16] kernel and used as [C, 1536].
-            if (*found[:1], math.prod(found[1:])) != wanted and found != wanted:
+            stored = shards[files[name]].get_slice(prefix + name)
+            found, wanted = tuple(stored.get_shape()), tuple(parameters[name].shape)
+            if name == PATCH_EMBED and len(found) == 5 and found[1:3] == kernel:
+                found = (found[0], math.prod(found[1:]))
+            if found != wanted:
                 problems.append(f"{name} has shape {found}, the config wants {wanted}")
+            if stored.get_dtype() not in DTYPES:
+                problems.append(f"{name} has dtype {stored.get_dtype()}, not {' or '.join(DTYPES)}")
         if problems:
             raise ValueError(
                 f"{checkpoint.name} does not fit the vision config: {'; '.join(problems)}"
@@ -138,3 +164,8 @@ def load_vision_weights(module: nn.Module, checkpoint: Checkpoint) -> None:
             for name in common:
                 tensor: Tensor = shards[files[name]].get_tensor(prefix + name)
                 parameters[name].copy_(tensor.reshape(parameters[name].shape))
+
+
+def _is_plain(file: object) -> bool:
+    """Whether an index's file name stays inside the checkpoint."""
+    return isinstance(file, str) and not {"..", "/"} & set(PurePosixPath(file).parts)

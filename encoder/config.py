@@ -2,10 +2,24 @@
 
 import json
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from vitgraph.encoder.checkpoint import open_checkpoint
+
+_SIZES = (
+    "depth",
+    "hidden_size",
+    "intermediate_size",
+    "num_heads",
+    "out_hidden_size",
+    "num_position_embeddings",
+    "in_channels",
+    "patch_size",
+    "temporal_patch_size",
+    "spatial_merge_size",
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,13 @@ class VisionConfig:
     rope_theta: float = 10000.0
 
     def __post_init__(self) -> None:
+        for name in _SIZES:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} {value!r} is no positive integer")
+        levels = self.deepstack_visual_indexes
+        if any(a >= b for a, b in pairwise(levels)):
+            raise ValueError(f"deepstack_visual_indexes {list(levels)} must ascend")
         if self.hidden_size % self.num_heads or self.head_dim % 4:
             raise ValueError(
                 f"hidden_size {self.hidden_size} over num_heads {self.num_heads} must give a whole "
@@ -71,7 +92,7 @@ class VisionConfig:
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "VisionConfig":
         """Read the fields of a whole model's config.json or of its `vision_config`."""
-        vision = config.get("vision_config", config)
+        vision = config.get("vision_config", config) if isinstance(config, dict) else {}
         missing = [name for name in ("depth", "hidden_size", "num_heads") if name not in vision]
         if missing:
             raise ValueError(f"this is no Qwen3-VL vision config: it lacks {', '.join(missing)}")

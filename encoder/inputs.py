@@ -1,5 +1,6 @@
 """What a caller may hand in, checked before anything is launched."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +38,13 @@ def check_grids(grid_thw: Any, merge_size: int = 2) -> Grids:
     """
     if isinstance(grid_thw, Grids):
         return grid_thw
+    if isinstance(grid_thw, str | bytes):
+        raise ValueError(f"grid_thw must be [items, 3], got {grid_thw!r}")
     if isinstance(grid_thw, Tensor):
+        if grid_thw.dtype == torch.bool or grid_thw.device.type == "meta":
+            raise ValueError(
+                f"grid_thw must hold integers, got {grid_thw.dtype} on {grid_thw.device}"
+            )
         grid_thw = grid_thw.tolist() if grid_thw.ndim else [grid_thw.item()]
     elif isinstance(grid_thw, np.ndarray):
         grid_thw = grid_thw.tolist()
@@ -53,7 +60,12 @@ def check_grids(grid_thw: Any, merge_size: int = 2) -> Grids:
         for value in grid:
             if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
                 raise ValueError(f"item {item}: grid values must be integers, got {value!r}")
-            values.append(int(value))
+            try:
+                values.append(operator.index(value))
+            except TypeError:
+                raise ValueError(
+                    f"item {item}: grid values must be integers, got {value!r}"
+                ) from None
         t, h, w = values
         if t < 1 or h < 1 or w < 1:
             raise ValueError(f"item {item}: grid ({t}, {h}, {w}) must be positive")
@@ -79,7 +91,12 @@ def check_pixels(pixel_values: Any, grids: Grids, patch_width: int) -> Tensor:
     """
     if isinstance(pixel_values, list | tuple):
         raise ValueError("pixel_values must be one tensor of all patches, got a list")
-    pixels = torch.as_tensor(pixel_values)
+    try:
+        pixels = torch.as_tensor(pixel_values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"pixel_values is no tensor: {error}") from None
+    if pixels.layout != torch.strided or pixels.device.type == "meta":
+        raise ValueError(f"pixel_values is {pixels.layout} on {pixels.device}, expected values")
     if pixels.ndim != 2 or pixels.shape[1] != patch_width:
         raise ValueError(
             f"pixel_values has shape {tuple(pixels.shape)}, expected [patches, {patch_width}]"

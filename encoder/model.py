@@ -18,6 +18,7 @@ from vitgraph.encoder.config import VisionConfig
 from vitgraph.encoder.cudagraph import EncoderCudaGraphMixin
 from vitgraph.encoder.inputs import check_grids, check_pixels
 from vitgraph.encoder.operations import OpsName, Plan, resolve_operations
+from vitgraph.kernels.launch import on_device
 from vitgraph.kernels.layout import Layout
 from vitgraph.kernels.linear import PixelNormalization
 from vitgraph.kernels.rotary import rotary_frequencies
@@ -143,7 +144,8 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         """
         checkpoint = open_checkpoint(model, revision)
         encoder = cls(VisionConfig.from_pretrained(model, revision), **kwargs)
-        load_vision_weights(encoder, checkpoint)
+        kernel = (encoder.config.in_channels, encoder.config.temporal_patch_size)
+        load_vision_weights(encoder, checkpoint, kernel)
         with suppress(FileNotFoundError):
             processor = json.loads(checkpoint.fetch("preprocessor_config.json").read_text())
             mean, std = (tuple(processor[f"image_{name}"]) for name in ("mean", "std"))
@@ -230,8 +232,9 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         """Encode items eagerly.
 
         Args:
-            pixel_values: [patches, 1536], floating point, on any device; patches of an item are
-                consecutive and in spatial-merge order, as Qwen's processors write them.
+            pixel_values: [patches, 1536], floating point or uint8, on any device; patches of an
+                item are consecutive and in spatial-merge order, as Qwen's processors write them.
+                Pinned host memory must stay as it is until the result is there.
             grid_thw: [items, 3] integers (t, h, w) in patches, in any form (list, array, tensor).
 
         Returns:
@@ -251,9 +254,9 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
             return out
         grid_tensor = torch.tensor(grids, dtype=torch.int32).to(self.device, non_blocking=True)
         seqlens = grids.seqlens
-        return self.encode(
-            pixels, self.make_layout(grid_tensor, len(pixels), len(seqlens), seqlens), out
-        )
+        with on_device(self.device):
+            layout = self.make_layout(grid_tensor, len(pixels), len(seqlens), seqlens)
+            return self.encode(pixels, layout, out)
 
     def make_layout(
         self,

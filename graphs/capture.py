@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,8 @@ class BudgetGraphs:
         self.dropped: tuple[int, ...] = ()
         self._weights: list[tuple[dict[str, Tensor], str, str]] = []
         self._addresses: list[int] = []
+        self._children: list[tuple[dict[str, nn.Module], str, str]] = []
+        self._modules: list[nn.Module] = []
         self._lock = threading.RLock()
         self._last_use: torch.cuda.Event | None = None
 
@@ -84,14 +86,7 @@ class BudgetGraphs:
             self.by_budget[budget] = metadata
         self.dropped = tuple(sorted(dropped))
         if isinstance(self.model, nn.Module):
-            self._weights = [
-                (tensors, name, f"{path}.{name}".lstrip("."))
-                for path, module in self.model.named_modules()
-                for tensors in (module._parameters, module._buffers)
-                for name, tensor in tensors.items()
-                if tensor is not None
-            ]
-            self._addresses = [tensors[name].data_ptr() for tensors, name, _ in self._weights]
+            self._remember(self.model)
 
     def replay(
         self, selected: dict[str, Any], budget: int, tokens: int, *, borrow: bool = False
@@ -121,18 +116,44 @@ class BudgetGraphs:
         Raises:
             RuntimeError: naming a weight that moved since capture, and what to do.
         """
-        weights = self._weights
-        if [tensors[name].data_ptr() for tensors, name, _ in weights] == self._addresses:
-            return
+        weights, children = self._weights, self._children
+        with suppress(KeyError, AttributeError):  # deleted, or None now
+            if [tensors[name].data_ptr() for tensors, name, _ in weights] == self._addresses and [
+                modules[name] for modules, name, _ in children
+            ] == self._modules:
+                return
         moved = [
             path
             for (tensors, name, path), address in zip(weights, self._addresses, strict=True)
-            if tensors[name].data_ptr() != address
+            if (tensor := tensors.get(name)) is None or tensor.data_ptr() != address
+        ]
+        moved += [
+            path
+            for (modules, name, path), module in zip(children, self._modules, strict=True)
+            if modules.get(name) is not module
         ]
         raise RuntimeError(
             f"{len(moved)} of {len(weights)} weights moved since capture, {moved[0]} among them: "
             f"call capture() again, or clear() to run eagerly"
         )
+
+    def _remember(self, model: nn.Module) -> None:
+        """Note where every parameter, buffer and submodule is."""
+        modules = list(model.named_modules())
+        self._weights = [
+            (tensors, name, f"{path}.{name}".lstrip("."))
+            for path, module in modules
+            for tensors in (module._parameters, module._buffers)
+            for name, tensor in tensors.items()
+            if tensor is not None
+        ]
+        self._addresses = [tensors[name].data_ptr() for tensors, name, _ in self._weights]
+        self._children = [
+            (module._modules, name, f"{path}.{name}".lstrip("."))
+            for path, module in modules
+            for name in module._modules
+        ]
+        self._modules = [children[name] for children, name, _ in self._children]
 
     def _fill(self, graph: BudgetGraphMetadata, selected: dict[str, Any]) -> None:
         """Copy into the static buffers, zeroing what is left where the model needs that."""
@@ -267,6 +288,8 @@ def _same_storage(one: Tensor, other: Tensor) -> bool:
 
 def _copy_rows(buffer: Tensor, source: Tensor) -> None:
     """Copy into the first rows; values of another dtype are converted on the device."""
+    if (source.dtype == torch.uint8) != (buffer.dtype == torch.uint8):
+        raise ValueError(f"graphs were captured for {buffer.dtype} inputs, got {source.dtype}")
     if source.dtype != buffer.dtype and source.device != buffer.device:
         source = source.to(buffer.device, non_blocking=True)
     buffer[: len(source)].copy_(source, non_blocking=True)

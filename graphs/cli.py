@@ -17,6 +17,9 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
+    except KeyboardInterrupt:
+        errors.print("interrupted", style="red")
+        return 130
     except ValueError as error:
         errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 2

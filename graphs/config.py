@@ -36,6 +36,15 @@ class CompilationConfig:
     encoder_cudagraph_max_frames_per_batch: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.cudagraph_mm_encoder, bool):
+            raise ValueError(
+                f"cudagraph_mm_encoder: {self.cudagraph_mm_encoder!r} is neither true nor false"
+            )
+        if not isinstance(self.encoder_cudagraph_token_budgets, str | list | tuple):
+            raise ValueError(
+                f"encoder_cudagraph_token_budgets: {self.encoder_cudagraph_token_budgets!r} is no "
+                f"list of capacities"
+            )
         named = isinstance(self.encoder_cudagraph_token_budgets, str)
         budgets = () if named else tuple(self.encoder_cudagraph_token_budgets)
         for budget in budgets:

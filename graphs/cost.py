@@ -52,6 +52,8 @@ class CostModel:
     def __post_init__(self) -> None:
         if len(self.budgets) != len(self.replays) or not self.budgets:
             raise ValueError(f"{len(self.budgets)} budgets and {len(self.replays)} replay costs")
+        if any(cost.floor for cost in self.replays):
+            raise ValueError("a replay's cost has no floor; only eager runs wait for the host")
         if any(a >= b for a, b in pairwise(self.budgets)):
             raise ValueError(f"budgets {list(self.budgets)} must ascend")
 
@@ -83,6 +85,17 @@ class CostModel:
         costs = [_replay_cost(b, [s for s in replays if s[0] == b], pooled) for b in budgets]
         eager = _eager_cost([sample for sample in samples if sample[0] is None])
         return cls(tuple(budgets), tuple(costs), eager)
+
+    def restricted_to(self, budgets: Sequence[int]) -> "CostModel":
+        """The model of some of its budgets.
+
+        Raises:
+            ValueError: a budget it does not have.
+        """
+        if missing := sorted(set(budgets) - set(self.budgets)):
+            raise ValueError(f"the cost model lacks {missing}, it has {list(self.budgets)}")
+        costs = dict(zip(self.budgets, self.replays, strict=True))
+        return CostModel(tuple(budgets), tuple(costs[b] for b in budgets), self.eager)
 
     def seconds(self, budget: int | None, rows: int, squares: int = 0) -> float:
         """Predicted time of one pack."""

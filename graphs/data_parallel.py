@@ -60,6 +60,7 @@ class DataParallelEncoder:
         self.encoder = encoder
         self.model = getattr(encoder, "model", encoder)
         self.group = group
+        self._calls = 0
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} is not in the process group")
@@ -83,10 +84,11 @@ class DataParallelEncoder:
                 mm_kwargs = check(mm_kwargs)
             sizes = model.get_encoder_cudagraph_per_item_input_sizes(mm_kwargs)
             tokens = model.get_encoder_cudagraph_per_item_output_tokens(mm_kwargs)
-        except ValueError as mistake:
+        except Exception as mistake:  # the others wait for this rank: tell them first
             error = mistake
+        self._calls += 1
         if self._check_group is not None:
-            self._compare(None if error else _digest(mm_kwargs, sizes), error)
+            self._compare(None if error else _digest(self._calls, mm_kwargs, sizes), error)
         if error is not None:
             raise error
         ranks = assign(sizes, self.world)
@@ -134,7 +136,7 @@ class DataParallelEncoder:
         members = dist.get_process_group_ranks(self.group)
         return dist.new_group(members, backend="gloo", use_local_synchronization=True)
 
-    def _compare(self, digest: tuple[int, int] | None, error: ValueError | None) -> None:
+    def _compare(self, digest: tuple[int, int] | None, error: Exception | None) -> None:
         """Raise on every rank unless all have the same (digest, items); None: no valid batch."""
         own = torch.tensor(digest or (0, -1), dtype=torch.int64)
         every = torch.empty(self.world * 2, dtype=torch.int64)
@@ -155,11 +157,12 @@ class DataParallelEncoder:
             )
 
 
-def _digest(mm_kwargs: dict[str, Any], sizes: list[int]) -> tuple[int, int]:
-    """A hash of the batch's keys, shapes and grids (not of the pixels), and its number of items."""
+def _digest(call: int, mm_kwargs: dict[str, Any], sizes: list[int]) -> tuple[int, int]:
+    """A hash of the call's number and the batch's keys, shapes and grids (not of the pixels), and
+    the number of items."""
     parts = [
         (key, tuple(value.shape) if isinstance(value, Tensor) else repr(value))
         for key, value in sorted(mm_kwargs.items())
     ]
-    text = repr((parts, list(sizes))).encode()
+    text = repr((call, parts, list(sizes))).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big"), len(sizes)

@@ -2,13 +2,14 @@
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
@@ -61,7 +62,10 @@ def encode_files(args: argparse.Namespace, console: Console, errors: Console) ->
                         raise
                     failed += 1
                     errors.print(f"skipped {error}", style="yellow", markup=False, soft_wrap=True)
-            results += run(manager, batch)
+            for result in run(manager, batch):
+                # Only what is shown and written is kept, and that not on the GPU.
+                media = replace(result.media, pixel_values=torch.empty(0))
+                results.append(replace(result, media=media, embeddings=result.embeddings.cpu()))
             progress.advance(task, min(args.batch_size, len(paths) - start))
     console.print(table(results, graphs=manager.device.type == "cuda"))
     console.print(summary(manager))
@@ -78,6 +82,8 @@ def encode_files(args: argparse.Namespace, console: Console, errors: Console) ->
 def build_encoder(args: argparse.Namespace, console: Console) -> Qwen3VLVisionEncoder:
     """The checkpoint's encoder, or one with random weights that says so."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not device.startswith(("cuda", "cpu")):
+        raise ValueError(f"--device {device} is neither cuda nor cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {device}: torch sees no CUDA GPU")
     on_gpu = device.startswith("cuda")
@@ -132,7 +138,7 @@ def table(results: Iterable[Result], *, graphs: bool) -> Table:
     for result in results:
         replayed = "graph" if graphs else "pack"
         view.add_row(
-            result.media.name,
+            Text(result.media.name),
             "x".join(map(str, result.media.grid)),
             str(len(result.embeddings)),
             str(result.budget or "-"),
@@ -160,10 +166,11 @@ def write(path: Path, results: Sequence[Result]) -> None:
     tensors: dict[str, Tensor] = {}
     grids: dict[str, str] = {}
     for result in results:
-        name, copies = result.media.name, 1
+        own = result.media.name.encode(errors="replace").decode()
+        name, copies = own, 1
         while name in tensors:
             copies += 1
-            name = f"{result.media.name}#{copies}"
+            name = f"{own}#{copies}"
         tensors[name] = result.embeddings.cpu().contiguous()
         grids[name] = "x".join(map(str, result.media.grid))
     save_file(tensors, path, metadata=grids)

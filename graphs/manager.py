@@ -15,10 +15,11 @@ from vitgraph.graphs.capture import BudgetGraphMetadata, BudgetGraphs
 from vitgraph.graphs.config import CompilationConfig, infer_limits
 from vitgraph.graphs.cost import CostModel
 from vitgraph.graphs.measure import Grid, measure_costs
-from vitgraph.graphs.packing import Item, Pack, greedy, minimise_cost
+from vitgraph.graphs.packing import Item, Pack, greedy, minimise_cost, split_eager
 from vitgraph.graphs.protocol import SupportsEncoderCudaGraph
 from vitgraph.graphs.recording import RunRecorder
 from vitgraph.graphs.statistics import Statistics
+from vitgraph.kernels.launch import on_device
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +70,8 @@ class EncoderCudaGraphManager:
         self.traffic: TrafficRecorder | None = None
         self.run: RunRecorder | None = None
         self.config = config or CompilationConfig()
-        self.device = torch.device(device or getattr(model, "device", "cpu"))
-        self.dtype = dtype or getattr(model, "dtype", torch.float32)
+        self._given = device, dtype
+        self._settle()
         budget_range = model.get_encoder_cudagraph_budget_range()
         budgets = resolve_budgets(
             self.config.encoder_cudagraph_token_budgets,
@@ -96,6 +97,13 @@ class EncoderCudaGraphManager:
         self._graphs = BudgetGraphs(model, self.limits, self.device, self.dtype)
         self._lock = threading.RLock()
         self._generation = 0
+        self._busy = False
+
+    def _settle(self) -> None:
+        """Where and in which dtype the static buffers are: the model's, unless told otherwise."""
+        device, dtype = self._given
+        self.device = torch.device(device or getattr(self.model, "device", "cpu"))
+        self.dtype = dtype or getattr(self.model, "dtype", torch.float32)
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -120,15 +128,28 @@ class EncoderCudaGraphManager:
         if not self.config.cudagraph_mm_encoder:
             logger.info("encoder graphs are off (cudagraph_mm_encoder=False)")
             return
-        with self._lock, torch.no_grad():
+        with self._lock, on_device(self.device), torch.inference_mode(False), torch.no_grad():
             self.clear()
+            self._settle()
             graphs = BudgetGraphs(self.model, self._requested, self.device, self.dtype)
             graphs.capture(self._requested.budgets)
             self._graphs = graphs
             captured = tuple(sorted(graphs.by_budget))
             self.limits = replace(self._requested, budgets=captured or self._requested.budgets)
-            if self.packing == "cost" and captured:
-                self.cost_model = measure_costs(self._time, self.limits)
+            if captured:
+                self._settle_costs()
+
+    def _settle_costs(self) -> None:
+        """Measure the cost model, or keep of a given one what was captured."""
+        if isinstance(self.packing, CostModel):
+            self.cost_model = self.packing.restricted_to(self.limits.budgets)
+        elif self.packing == "cost":
+            merge_size = getattr(getattr(self.model, "config", None), "spatial_merge_size", 2)
+            try:
+                self.cost_model = measure_costs(self._time, self.limits, merge_size=merge_size)
+            except torch.OutOfMemoryError as error:
+                self.cost_model = None
+                logger.warning("packing is greedy: no memory to measure the costs (%s)", error)
 
     def clear(self) -> None:
         """Release all graphs and static buffers; batches run eagerly until the next `capture`."""
@@ -168,8 +189,8 @@ class EncoderCudaGraphManager:
         return self.traffic
 
     def record_run(self) -> RunRecorder:
-        """Keep every pack and its time from now on, for `vitgraph stats`; turns `profile` on."""
-        self.profile = True
+        """Keep every pack and its time from now on, for `vitgraph stats`; costs what `profile`
+        does."""
         self.run = self.run or RunRecorder()
         return self.run
 
@@ -196,30 +217,40 @@ class EncoderCudaGraphManager:
         if not items:
             self.last_plan = []
             return []
-        with self._lock, torch.no_grad():
-            plan = self._plan(items)
-            outputs: list[Tensor | None] = [None] * len(items)
-            self.last_seconds = []
-            for pack in plan:
-                started = time.perf_counter()
-                lent = borrow and len(plan) == 1 and pack.budget is not None
-                rows = self._run(mm_kwargs, pack, lent)
-                sizes = [items[index].tokens for index in pack.indices]
-                for index, output in zip(pack.indices, rows.split(sizes), strict=True):
-                    outputs[index] = self._lend(output) if lent and self.debug else output
-                if self.profile:
-                    if self.device.type == "cuda":
-                        torch.cuda.synchronize(self.device)
-                    self.last_seconds.append(time.perf_counter() - started)
-                if self.run is not None:
-                    self.run.record(pack, self.last_seconds[-1])
-                if pack.budget is not None:
-                    self.statistics.record_replay(pack, *self.last_seconds[-1:])
-                else:
-                    reasons = (self._miss_reason(items[index]) for index in pack.indices)
-                    self.statistics.record_misses(reasons, *self.last_seconds[-1:])
-            self.last_plan = plan
-            self.statistics.finish_batch()
+        with self._lock, on_device(self.device), torch.no_grad():
+            if self._busy:
+                raise RuntimeError("execute() was called from within the model's forward")
+            self._busy = True
+            try:
+                return self._execute(mm_kwargs, items, borrow)
+            finally:
+                self._busy = False
+
+    def _execute(self, mm_kwargs: dict[str, Any], items: list[Item], borrow: bool) -> list[Tensor]:
+        plan, seconds = self._plan(items), []
+        outputs: list[Tensor | None] = [None] * len(items)
+        profile = self.profile or self.run is not None
+        for pack in plan:
+            started = time.perf_counter()
+            lent = borrow and len(plan) == 1 and pack.budget is not None
+            rows = self._run(mm_kwargs, pack, lent)
+            sizes = [items[index].tokens for index in pack.indices]
+            for index, output in zip(pack.indices, rows.split(sizes), strict=True):
+                outputs[index] = self._lend(output) if lent and self.debug else output
+            if profile and self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            seconds.append(time.perf_counter() - started if profile else 0.0)
+        # Counted when all of it has run: a batch that raises leaves the numbers as they were.
+        for pack, took in zip(plan, seconds, strict=True):
+            if pack.budget is not None:
+                self.statistics.record_replay(pack, took)
+            else:
+                reasons = (self._miss_reason(items[index]) for index in pack.indices)
+                self.statistics.record_misses(reasons, took)
+            if self.run is not None:
+                self.run.record(pack, took)
+        self.last_plan, self.last_seconds = plan, seconds if profile else []
+        self.statistics.finish_batch()
         return outputs
 
     def get_cumulative_stats(self) -> dict[str, Any]:
@@ -232,12 +263,15 @@ class EncoderCudaGraphManager:
         if not self.is_captured():
             return [self._eager_pack(items)]
         if self.cost_model is not None:
-            return minimise_cost(items, self.limits, self.cost_model)
+            plan = minimise_cost(items, self.limits, self.cost_model)
+            return split_eager(plan, items, self.limits.budgets[-1])
         return greedy(items, self.limits)
 
     def _time(self, grids: list[Grid], budget: int | None) -> float:
         """Seconds of one batch of random pixels from the device, to the synchronised result."""
-        mm_kwargs = self.model.check_encoder_inputs(self.model.make_encoder_inputs(grids))
+        mm_kwargs = self.model.make_encoder_inputs(grids)
+        if (check := getattr(self.model, "check_encoder_inputs", None)) is not None:
+            mm_kwargs = check(mm_kwargs)
         tokens = sum(self.model.get_encoder_cudagraph_per_item_output_tokens(mm_kwargs))
         synchronize = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
         synchronize()

@@ -137,6 +137,25 @@ def minimise_cost(items: Sequence[Item], limits: Limits, model: CostModel) -> li
     return best[1]
 
 
+def split_eager(plan: Sequence[Pack], items: Sequence[Item], most: int) -> list[Pack]:
+    """Cut what runs eagerly into runs of at most `most` tokens, or one item: the activations of
+    all of it at once might not fit the memory."""
+    packs: list[Pack] = []
+    for pack in plan:
+        if pack.budget is not None or pack.tokens <= most:
+            packs.append(pack)
+            continue
+        indices: list[int] = []
+        for index in (*pack.indices, None):
+            tokens = sum(items[i].tokens for i in indices)
+            if indices and (index is None or tokens + items[index].tokens > most):
+                packs.append(Pack(tuple(indices), tokens, None))
+                indices = []
+            if index is not None:
+                indices.append(index)
+    return packs
+
+
 def _candidates(
     items: Sequence[Item],
     fitting: list[int],

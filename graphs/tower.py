@@ -56,6 +56,8 @@ class VisionTower(nn.Module):
         self.vitgraph.follow(self)
         batch = {"pixel_values": hidden_states, "image_grid_thw": grid_thw}
         per_item = self.vitgraph.manager.execute(batch)
+        if not per_item:
+            per_item = [hidden_states.new_empty(0, self.vitgraph.encoder.config.output_width)]
         rows = per_item[0] if len(per_item) == 1 else torch.cat(per_item)
         merged, *levels = rows.split(self.config.out_hidden_size, dim=1)
         return BaseModelOutputWithDeepstackFeatures(pooler_output=merged, deepstack_features=levels)
@@ -85,6 +87,7 @@ def replace_vision_tower(
     tower = _tower(model)
     if isinstance(tower, VisionTower):
         raise ValueError("vitgraph serves this tower already; restore_vision_tower(model) first")
+    _check_plain(tower)
     service = _Service(tower, config, attention)
     own = type(tower)
     tower.__class__ = type(f"Vitgraph{own.__name__}", (VisionTower, own), {})
@@ -105,6 +108,18 @@ def restore_vision_tower(model: nn.Module) -> None:
         tower.vitgraph.manager.clear()
     del tower.vitgraph
     tower.__class__ = type(tower).__bases__[1]
+
+
+def _check_plain(tower: nn.Module) -> None:
+    """Our forward knows the tower's weights and nothing else that may be on it."""
+    for name, module in tower.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise ValueError(f"the tower's {name or 'forward'} has hooks, which would not run")
+        if not type(module).__module__.startswith(("torch.nn.modules.", "transformers.")):
+            raise ValueError(f"the tower's {name} is a {type(module).__name__}; is it an adapter?")
+    for name, parameter in tower.named_parameters():
+        if parameter.device.type == "meta":
+            raise ValueError(f"the tower's {name} is on the meta device: offloaded?")
 
 
 def _tower(model: nn.Module) -> nn.Module:

@@ -1,6 +1,7 @@
 """What launches share: the GPU they are for, how many programs it takes, the row count."""
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import triton
@@ -41,6 +42,11 @@ _cuda_capability = functools.cache(torch.cuda.get_device_capability)
 @functools.cache
 def _cuda_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def on_device(device: torch.device) -> AbstractContextManager:
+    """Make `device` the current one: Triton launches there, wherever the tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def num_programs(device: torch.device, max_rows: int, per_multiprocessor: int) -> int:

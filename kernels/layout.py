@@ -20,6 +20,9 @@ from torch import Tensor
 BLOCK = 256  # patches, and sequences, of one program
 
 
+MAX_SLOTS = 1024
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where the real rows of a batch are. All tensors live on the device and none is read by the
@@ -119,10 +122,13 @@ def layout(
     merge_size: int = 2,
     seqlens: tuple[int, ...] | None = None,
 ) -> Layout:
-    """`layout_reference` as one kernel. Compiled once for each power of two of slots from 64 up."""
+    """`layout_reference` as one kernel. Compiled once for each power of two of slots from 64 up; a
+    scan of more than MAX_SLOTS would not fit the registers, and runs in torch."""
     if not grid_thw.is_contiguous():
         raise ValueError(f"layout: grid_thw must be contiguous, strides are {grid_thw.stride()}")
     num_slots = grid_thw.shape[0]
+    if num_slots > MAX_SLOTS:
+        return layout_reference(grid_thw, num_patches, max_sequences, merge_size, seqlens)
     rows, tokens = torch.empty(2, 1, dtype=torch.int32, device=grid_thw.device).unbind()
     cu_seqlens = torch.empty(max_sequences + 1, dtype=torch.int32, device=grid_thw.device)
     coords = torch.empty(num_patches, 4, dtype=torch.int32, device=grid_thw.device)

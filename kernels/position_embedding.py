@@ -112,8 +112,10 @@ def position_embedding_reference(
     """
     side = math.isqrt(table.shape[0])
     row, col, height, width = coords.float().unbind(1)
-    y = row * ((side - 1) / (height - 1).clamp(min=1))
-    x = col * ((side - 1) / (width - 1).clamp(min=1))
+    # a tensor over a tensor: torch takes a number over one as its reciprocal, and rounds twice
+    steps = torch.full_like(row, side - 1)
+    y = row * (steps / (height - 1).clamp(min=1))
+    x = col * (steps / (width - 1).clamp(min=1))
     top, left = y.floor().clamp(max=side - 1), x.floor().clamp(max=side - 1)
     down, right = y - top, x - left
     top, left = top.long(), left.long()
