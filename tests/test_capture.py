@@ -8,6 +8,7 @@ import torch
 
 from vitgraph.encoder import Qwen3VLVisionEncoder
 from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager
+from vitgraph.graphs.cost import Cost, CostModel
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BUDGETS = CompilationConfig(True, (16, 64, 256), 8)
@@ -256,3 +257,98 @@ def test_capture_on_the_calling_stream(tower, make_batch) -> None:
         expected = tower(mm_kwargs["pixel_values"], mm_kwargs["image_grid_thw"])
     stream.synchronize()
     assert close(output, expected)
+
+
+REPLACEMENTS = {
+    "submodule": lambda tower: setattr(
+        tower.merger, "linear_fc2", copy.deepcopy(tower.merger.linear_fc2)
+    ),
+    "block": lambda tower: tower.blocks.__setitem__(0, copy.deepcopy(tower.blocks[0])),
+    "deleted": lambda tower: delattr(tower.merger.norm, "bias"),
+    "none": lambda tower: setattr(tower.merger.norm, "bias", None),
+}
+
+
+@pytest.mark.parametrize("replace", REPLACEMENTS.values(), ids=REPLACEMENTS)
+def test_replaced_modules_raise(replace, tower, make_batch) -> None:
+    manager = captured(tower)
+    replace(tower)
+    with pytest.raises(RuntimeError, match="moved since capture"):
+        manager.execute(make_batch([(1, 4, 4)]))
+
+
+def test_another_dtype_is_captured_anew(reference, batch) -> None:
+    tower = Qwen3VLVisionEncoder.from_transformers(copy.deepcopy(reference))
+    manager = captured(tower)
+    tower.bfloat16()
+    with pytest.raises(RuntimeError, match="moved since capture"):
+        manager.execute(batch([(1, 4, 4)]))
+    manager.capture()
+    mm_kwargs = batch([(1, 4, 4)])
+    output = manager.execute(mm_kwargs)[0]
+    assert output.dtype == torch.bfloat16
+    assert torch.equal(output, tower(mm_kwargs["pixel_values"], mm_kwargs["image_grid_thw"]))
+
+
+def test_capture_in_inference_mode_serves_outside(tower, make_batch) -> None:
+    manager = EncoderCudaGraphManager(tower, BUDGETS)
+    with torch.inference_mode():
+        manager.capture()
+    mm_kwargs = make_batch([(1, 4, 4)])
+    expected = tower(mm_kwargs["pixel_values"], mm_kwargs["image_grid_thw"])
+    assert close(manager.execute(mm_kwargs)[0], expected)
+
+
+def test_bytes_never_land_in_a_float_capture(tower, make_batch) -> None:
+    """KNOWN_FAILURES 20: two managers, one encoder, and the encoder changed its mind."""
+    manager = captured(tower)
+    tower._takes_bytes = True
+    pixels = torch.randint(0, 256, (16, 1536), dtype=torch.uint8, device=tower.device)
+    with pytest.raises(ValueError, match=r"captured for torch\.\w+ inputs, got torch.uint8"):
+        manager.execute({"pixel_values": pixels, "image_grid_thw": [(1, 4, 4)]})
+
+
+class Failing:
+    """The encoder, whose eager forward runs `action` first."""
+
+    def __init__(self, tower, action) -> None:
+        self.tower, self.action = tower, action
+
+    def __getattr__(self, name: str):
+        return getattr(self.tower, name)
+
+    def encoder_eager_forward(self, mm_kwargs):
+        self.action()
+        return self.tower.encoder_eager_forward(mm_kwargs)
+
+
+def fail() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_batch_that_fails_half_way_counts_for_nothing(tower, make_batch) -> None:
+    manager = captured(Failing(tower, fail))
+    good = make_batch([(1, 4, 4)])
+    expected = manager.execute(good)[0]
+    before, plan = manager.get_cumulative_stats(), manager.last_plan
+    with pytest.raises(torch.OutOfMemoryError):
+        manager.execute(make_batch([(1, 4, 4), (1, 40, 40)]))
+    assert manager.get_cumulative_stats() == before and manager.last_plan == plan
+    assert torch.equal(manager.execute(good)[0], expected)
+
+
+def test_execute_within_execute_is_refused(tower, make_batch) -> None:
+    model = Failing(tower, lambda: manager.execute(make_batch([(1, 4, 4)])))
+    manager = captured(model)
+    with pytest.raises(RuntimeError, match="from within the model's forward"):
+        manager.execute(make_batch([(1, 40, 40)]))
+    manager.execute(make_batch([(1, 4, 4)]))
+
+
+def test_a_given_cost_model_survives_dropped_budgets(tower, make_batch) -> None:
+    costs = CostModel((16, 64, 256), (Cost(1e-3), Cost(2e-3), Cost(4e-3)))
+    manager = captured(OutOfMemory(tower), packing=costs)
+    assert manager.cost_model.budgets == (16, 64)
+    assert len(manager.execute(make_batch([(1, 4, 4), (1, 20, 20)]))) == 2
+    with pytest.raises(ValueError, match=r"the cost model has budgets \[16\]"):
+        EncoderCudaGraphManager(tower, BUDGETS, packing=CostModel((16,), (Cost(1e-3),)))

@@ -135,3 +135,44 @@ def test_a_hub_out_of_reach_is_not_a_missing_file(monkeypatch) -> None:
     monkeypatch.setattr(checkpoint_module, "hf_hub_download", offline)
     with pytest.raises(ValueError, match=r"some/repository: the hub cannot be reached"):
         Qwen3VLVisionEncoder.from_pretrained("some/repository")
+
+
+@pytest.mark.parametrize("file", ["../weights.safetensors", "/tmp/weights.safetensors", 7])
+def test_an_index_stays_inside_the_checkpoint(file, tools, tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tools.tiny))
+    index = {"weight_map": {"visual.patch_embed.proj.weight": file}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="names a file outside the checkpoint"):
+        Qwen3VLVisionEncoder.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "{"])
+def test_a_broken_index_is_named(content, tools, tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tools.tiny))
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=r"index\.json cannot be read"):
+        Qwen3VLVisionEncoder.from_pretrained(tmp_path)
+
+
+def test_a_truncated_file_is_named(tower, tools, tmp_path) -> None:
+    write(tmp_path, {f"visual.{name}": tensor for name, tensor in tower.items()}, tools.tiny)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"model\.safetensors is no safetensors file"):
+        Qwen3VLVisionEncoder.from_pretrained(tmp_path)
+
+
+def test_other_layouts_and_dtypes_are_refused(tower, tools, tmp_path) -> None:
+    weight = tower["patch_embed.proj.weight"]
+    tower["patch_embed.proj.weight"] = weight.permute(0, 2, 3, 4, 1).contiguous()
+    tower["blocks.0.attn.qkv.weight"] = tower["blocks.0.attn.qkv.weight"].view(432, 12, 12)
+    tower["merger.norm.bias"] = tower["merger.norm.bias"].to(torch.int32)
+    write(tmp_path, {f"visual.{name}": tensor for name, tensor in tower.items()}, tools.tiny)
+    with pytest.raises(ValueError) as error:
+        Qwen3VLVisionEncoder.from_pretrained(tmp_path)
+    for problem in (
+        "patch_embed.proj.weight has shape (144, 2, 16, 16, 3)",
+        "blocks.0.attn.qkv.weight has shape (432, 12, 12)",
+        "merger.norm.bias has dtype I32",
+    ):
+        assert problem in str(error.value)

@@ -129,3 +129,24 @@ def test_doctor(capsys) -> None:
     printed = capsys.readouterr().out
     for word in ("torch", "transformers", "attention", "sdpa", "flash_attn", "vLLM"):
         assert word in printed
+
+
+def test_names_that_look_like_markup_and_missing_folders(tmp_path, capsys) -> None:
+    odd = tmp_path / "[" / "foo][red]cat.jpg"
+    odd.parent.mkdir()
+    odd.write_bytes((PHOTOS / "cat.jpg").read_bytes())
+    assert main(["encode", str(odd), *TINY]) == 0
+    assert "[/foo][red]cat.jpg" in capsys.readouterr().out.replace("\n", "").replace(" ", "")
+    for option in ("--output", "--record"):
+        assert main(["encode", CAT, option, "/no/such/file", *TINY]) == 2
+        assert main(["encode", CAT, option, str(tmp_path), *TINY]) == 2
+    same = str(tmp_path / "x")
+    assert main(["encode", CAT, "--output", same, "--record", same, *TINY]) == 2
+
+
+def test_interrupted(monkeypatch, capsys) -> None:
+    def interrupt(*arguments) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MediaLoader, "load", interrupt)
+    assert main(["encode", CAT, *TINY]) == 130

@@ -37,6 +37,10 @@ def test_no_deepstack_levels_is_a_geometry() -> None:
         ({"hidden_size": 100, "num_heads": 16}, "hidden_size 100 over num_heads 16"),
         ({"num_position_embeddings": 2300}, "num_position_embeddings 2300 is no square"),
         ({"deepstack_visual_indexes": (8, 27)}, "deepstack level 27 is outside the depth 27"),
+        ({"deepstack_visual_indexes": (8, 8)}, "deepstack_visual_indexes [8, 8] must ascend"),
+        ({"deepstack_visual_indexes": (8, 4)}, "deepstack_visual_indexes [8, 4] must ascend"),
+        ({"num_heads": 0}, "num_heads 0 is no positive integer"),
+        ({"hidden_size": 144.0}, "hidden_size 144.0 is no positive integer"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not 'gelu_pytorch_tanh'"),
     ],
 )

@@ -121,3 +121,16 @@ def test_the_bound_is_below_every_split(replays, eager, data) -> None:
     rows, squares = sum(part[1] for part in parts), sum(part[2] for part in parts)
     for packs, surplus in product(range(1, len(parts) + 1), (0, 1)):
         assert model.bound(packs, rows - min(surplus, rows), squares) <= seconds * (1 + 1e-9)
+
+
+def test_only_eager_runs_have_a_floor() -> None:
+    with pytest.raises(ValueError, match="has no floor"):
+        CostModel((64,), (Cost(1e-3, floor=2e-3),))
+
+
+def test_a_model_of_some_budgets() -> None:
+    model = CostModel((64, 128), (Cost(1e-3), Cost(2e-3)), Cost(3e-3))
+    part = model.restricted_to((128,))
+    assert part.seconds(128, 1) == 2e-3 and part.eager == model.eager
+    with pytest.raises(ValueError, match=r"lacks \[256\]"):
+        model.restricted_to((128, 256))

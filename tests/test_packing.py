@@ -21,6 +21,7 @@ from vitgraph.graphs.packing import (
     minimise_cost,
     predicted_seconds,
     smallest_budget,
+    split_eager,
 )
 
 limits = st.builds(
@@ -284,3 +285,13 @@ def test_the_simulation_holds_its_bounds() -> None:
     samples = script["samples_of"](script["json"].loads(script["MEASUREMENTS"].read_text()))
     row = script["simulate"]("1-8 photographs", samples, 40)
     assert row["policies"]["cost"]["above_bound"] < 0.05
+
+
+@given(items, limits)
+def test_eager_runs_are_cut_to_size(items, limits) -> None:
+    everything = Pack(tuple(range(len(items))), sum(item.tokens for item in items), None)
+    runs = split_eager([everything], items, limits.budgets[-1])
+    assert [index for run in runs for index in run.indices] == list(range(len(items)))
+    for run in runs:
+        assert run.tokens == sum(items[index].tokens for index in run.indices)
+        assert run.tokens <= limits.budgets[-1] or len(run.indices) == 1

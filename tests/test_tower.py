@@ -181,3 +181,29 @@ def test_save_and_copy_while_served(tools, tmp_path) -> None:
         with torch.no_grad():
             again = other.eval()(**prompt).logits
         assert (again - logits).norm() <= 1e-4 * logits.norm()
+
+
+def test_what_is_more_than_a_tower_is_refused(tools) -> None:
+    """An adapter or a hook would be left out without a word."""
+    model = make("dense", tools.tiny, "cpu")
+    visual = model.model.visual
+    hook = visual.blocks[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"the tower's blocks\.0 has hooks"):
+        replace_vision_tower(model)
+    hook.remove()
+
+    class Adapter(torch.nn.Module):
+        def __init__(self, layer) -> None:
+            super().__init__()
+            self.layer = layer
+
+    visual.blocks[1].attn.proj = Adapter(visual.blocks[1].attn.proj)
+    with pytest.raises(ValueError, match=r"blocks\.1\.attn\.proj is a Adapter"):
+        replace_vision_tower(model)
+
+
+def test_no_images(tools) -> None:
+    model = make("dense", tools.tiny, "cpu")
+    replace_vision_tower(model)
+    output = model.model.visual(torch.empty(0, 1536), torch.empty(0, 3, dtype=torch.int64))
+    assert output.pooler_output.shape == (0, tools.tiny["out_hidden_size"])
