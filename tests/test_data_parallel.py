@@ -29,6 +29,7 @@ CASES = [
     "other_grids_of_the_same_size_raise",
     "another_number_of_items_raises",
     "a_broken_batch_raises_everywhere",
+    "a_rank_that_fails_raises_everywhere",
     "usable_after_a_mistake",
     "without_the_check",
     "a_group_of_some_ranks",
@@ -242,6 +243,25 @@ class Cases:
             self.raises(batch, "item 0: h 3 and w 4")
         else:
             self.raises(batch, f"ranks [{self.world - 1}] were given no valid batch")
+
+    def a_rank_that_fails_raises_everywhere(self) -> None:
+        """Not only for a ValueError: without it the others would pair this batch with the next."""
+        last = self.rank == self.world - 1
+
+        def fail(mm_kwargs: dict) -> dict:
+            raise torch.OutOfMemoryError("no memory")
+
+        if last:
+            self.encoder.check_encoder_inputs = fail
+        try:
+            self.parallel.execute(self.batch([(1, 4, 4)]))
+        except (ValueError, torch.OutOfMemoryError) as error:
+            assert isinstance(error, torch.OutOfMemoryError) == last, error
+        else:
+            raise AssertionError("nothing raised")
+        finally:
+            if last:
+                del self.encoder.check_encoder_inputs
 
     def usable_after_a_mistake(self) -> None:
         self.images("uneven_items")

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitgraph.kernels.layout import Layout, layout, layout_reference
+from vitgraph.kernels.layout import MAX_SLOTS, Layout, layout, layout_reference
 
 EMPTY = (0, 0, 0)
 
@@ -117,3 +117,12 @@ def test_replay_follows_the_grids(device):
         assert captured.num_patches.item() == real
         assert torch.equal(captured.cu_seqlens, expected.cu_seqlens)
         assert torch.equal(captured.coords[:real], expected.coords[:real])
+
+
+def test_more_items_than_a_scan_holds(device) -> None:
+    """Beyond MAX_SLOTS the scan would spill; the same layout comes from torch."""
+    grids = torch.tensor([[1, 2, 2]] * (MAX_SLOTS + 1), dtype=torch.int32, device=device)
+    batch = layout(grids, 4 * len(grids), len(grids))
+    assert batch.num_patches.item() == 4 * len(grids)
+    expected = 4 * torch.arange(len(grids) + 1, dtype=torch.int32, device=device)
+    assert torch.equal(batch.cu_seqlens, expected)
