@@ -17,51 +17,12 @@ from vitgraph.encoder.checkpoint import load_vision_weights, open_checkpoint
 from vitgraph.encoder.config import VisionConfig
 from vitgraph.encoder.cudagraph import EncoderCudaGraphMixin
 from vitgraph.encoder.inputs import check_grids, check_pixels
+from vitgraph.encoder.modules import Block, Merger, PatchEmbed
 from vitgraph.encoder.operations import OpsName, Plan, resolve_operations
 from vitgraph.kernels.launch import on_device
 from vitgraph.kernels.layout import Layout
 from vitgraph.kernels.linear import PixelNormalization
 from vitgraph.kernels.rotary import rotary_frequencies
-
-# The modules below hold parameters under the checkpoints' names; the forward pass is `encode`.
-
-
-class _PatchEmbed(nn.Module):
-    def __init__(self, config: VisionConfig) -> None:
-        super().__init__()
-        self.proj = nn.Linear(config.patch_width, config.hidden_size)
-
-
-class _Attention(nn.Module):
-    def __init__(self, config: VisionConfig) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
-
-
-class _MLP(nn.Module):
-    def __init__(self, config: VisionConfig) -> None:
-        super().__init__()
-        self.linear_fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.linear_fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
-
-
-class _Block(nn.Module):
-    def __init__(self, config: VisionConfig) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(config.hidden_size, eps=1e-6)
-        self.norm2 = nn.LayerNorm(config.hidden_size, eps=1e-6)
-        self.attn = _Attention(config)
-        self.mlp = _MLP(config)
-
-
-class _Merger(nn.Module):
-    def __init__(self, config: VisionConfig, norm_after_shuffle: bool) -> None:
-        super().__init__()
-        width = config.hidden_size * config.spatial_merge_size**2
-        self.norm = nn.LayerNorm(width if norm_after_shuffle else config.hidden_size, eps=1e-6)
-        self.linear_fc1 = nn.Linear(width, width)
-        self.linear_fc2 = nn.Linear(width, config.out_hidden_size)
 
 
 class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
@@ -99,12 +60,12 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         self._takes_bytes = pixel_dtype == torch.uint8
         self._requested = attention, ops
         with torch.device("meta"):
-            self.patch_embed = _PatchEmbed(config)
+            self.patch_embed = PatchEmbed(config)
             self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
-            self.blocks = nn.ModuleList(_Block(config) for _ in range(config.depth))
-            self.merger = _Merger(config, norm_after_shuffle=False)
+            self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+            self.merger = Merger(config, norm_after_shuffle=False)
             self.deepstack_merger_list = nn.ModuleList(
-                _Merger(config, norm_after_shuffle=True) for _ in config.deepstack_visual_indexes
+                Merger(config, norm_after_shuffle=True) for _ in config.deepstack_visual_indexes
             )
         self.to(dtype).to_empty(device=device).requires_grad_(False)
         self._settle()
@@ -333,7 +294,7 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         self._merge(self.merger, x, layout, slices[0], plan)
         return out
 
-    def _merge(self, module: _Merger, x: Tensor, layout: Layout, out: Tensor, plan: Plan) -> None:
+    def _merge(self, module: Merger, x: Tensor, layout: Layout, out: Tensor, plan: Plan) -> None:
         fc1, fc2 = module.linear_fc1, module.linear_fc2
         self.ops.merger(
             x,
