@@ -52,6 +52,21 @@ class Checkpoint:
         except SafetensorError as error:
             raise ValueError(f"{self.name}: {filename} is no safetensors file: {error}") from None
 
+    def processor_settings(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """Settings of the image and of the video processor, where there are any."""
+
+        def read(filename: str) -> dict[str, Any]:
+            try:
+                return json.loads(self.fetch(filename).read_text())
+            except FileNotFoundError:
+                return {}
+
+        # transformers 5 writes one file for all processors
+        together = read("processor_config.json")
+        image = read("preprocessor_config.json") or together.get("image_processor")
+        video = read("video_preprocessor_config.json") or together.get("video_processor")
+        return image, video
+
     def weight_map(self) -> dict[str, str]:
         """Tensor name -> file name, of every tensor of the checkpoint."""
         try:

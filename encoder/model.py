@@ -3,9 +3,7 @@
 Legend: P patches, T tokens, C hidden, H heads, D head_dim.
 """
 
-import json
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +34,8 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         pixel_dtype: what graphs are captured for: None for `dtype`, or torch.uint8 for patches that
             are normalised on load; the eager forward takes both.
 
-    Weights are random until `load_weights`; the class methods `from_pretrained` and
-    `from_transformers` fill them.
+    Weights are whatever the memory held until something fills them: `from_pretrained`,
+    `from_transformers` and `random` do, or `load_state_dict`.
     """
 
     def __init__(
@@ -107,9 +105,9 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         encoder = cls(VisionConfig.from_pretrained(model, revision), **kwargs)
         kernel = (encoder.config.in_channels, encoder.config.temporal_patch_size)
         load_vision_weights(encoder, checkpoint, kernel)
-        with suppress(FileNotFoundError):
-            processor = json.loads(checkpoint.fetch("preprocessor_config.json").read_text())
-            mean, std = (tuple(processor[f"image_{name}"]) for name in ("mean", "std"))
+        image, _ = checkpoint.processor_settings()
+        if image and "image_mean" in image and "image_std" in image:
+            mean, std = tuple(image["image_mean"]), tuple(image["image_std"])
             encoder.normalization = PixelNormalization(mean, std)
         return encoder
 

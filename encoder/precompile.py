@@ -25,7 +25,10 @@ def precompile(
     dtype: torch.dtype = torch.bfloat16,
     pixel_dtype: torch.dtype | None = None,
 ) -> list[CompiledKernel]:
-    """Compile every kernel that a manager with these budgets would launch, eager forwards included.
+    """Compile every kernel that a manager with these budgets may capture.
+
+    Eager forwards of other sizes share most of them; one with many short sequences or with more
+    than `max_items` items may still compile a kernel of its own.
 
     Args:
         arch: "sm_80", "sm_90", "sm_100".

@@ -1,7 +1,6 @@
 """Capture and replay: one graph a budget, over one memory pool and one set of static buffers."""
 
 import logging
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -42,7 +41,8 @@ class BudgetGraphMetadata:
 
 
 class BudgetGraphs:
-    """The captured budgets of a model; a replay may be asked for by any thread on any stream.
+    """The captured budgets of a model. Its owner lets one thread at a time in; replays may come
+    from any stream.
 
     Args:
         model: the encoder.
@@ -65,7 +65,6 @@ class BudgetGraphs:
         self._addresses: list[int] = []
         self._children: list[tuple[dict[str, nn.Module], str, str]] = []
         self._modules: list[nn.Module] = []
-        self._lock = threading.RLock()
         self._last_use: torch.cuda.Event | None = None
 
     def capture(self, budgets: Sequence[int]) -> None:
@@ -92,14 +91,10 @@ class BudgetGraphs:
         self, selected: dict[str, Any], budget: int, tokens: int, *, borrow: bool = False
     ) -> Tensor:
         """Copy a batch in, replay, and return its `tokens` rows: a copy, or with `borrow` a view
-        of the static output.
-
-        Raises:
-            RuntimeError: the model's weights are no longer where the graphs read them.
+        of the static output. `check_addresses` comes first, once a batch.
         """
         graph = self.by_budget[budget]
-        with self._exclusive_use():
-            self.check_addresses()
+        with self._after_last_use():
             self._fill(graph, selected)
             if graph.graph is None:
                 output = self.model.encoder_cudagraph_forward(
@@ -175,21 +170,20 @@ class BudgetGraphs:
         return next(key for key in self.config.input_key_by_modality.values() if key in mm_kwargs)
 
     @contextmanager
-    def _exclusive_use(self) -> Iterator[None]:
-        """One user of the static buffers at a time, ordered after the last one's stream."""
-        with self._lock:
-            if self.device.type != "cuda":
-                yield
-                return
-            stream = torch.cuda.current_stream(self.device)
-            if self._last_use is None:
-                self._last_use = torch.cuda.Event()
-            else:
-                stream.wait_event(self._last_use)
-            try:
-                yield
-            finally:
-                self._last_use.record(stream)
+    def _after_last_use(self) -> Iterator[None]:
+        """Order this use of the static buffers after the last one, whatever stream that was on."""
+        if self.device.type != "cuda":
+            yield
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self._last_use is None:
+            self._last_use = torch.cuda.Event()
+        else:
+            stream.wait_event(self._last_use)
+        try:
+            yield
+        finally:
+            self._last_use.record(stream)
 
     def _capture(
         self, budget: int, pool: Any, stream: torch.cuda.Stream | None

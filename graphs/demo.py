@@ -13,7 +13,7 @@ from torch import nn
 
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder, VisionConfig
 from vitgraph.graphs.config import CompilationConfig
-from vitgraph.graphs.encode import Result, run, summary, table
+from vitgraph.graphs.encode import Result, choose, run, summary, table
 from vitgraph.graphs.manager import EncoderCudaGraphManager
 from vitgraph.graphs.media import MediaLoader
 
@@ -23,11 +23,9 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 def demo(args: argparse.Namespace, console: Console) -> int:
-    """Encode real pictures through the manager, compare with transformers, print both times."""
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """Encode real pictures through the manager, compare with transformers."""
+    device, dtype, geometry = choose(args)
     on_gpu = device.type == "cuda"
-    dtype = getattr(torch, args.dtype or ("bfloat16" if on_gpu else "float32"))
-    geometry = args.geometry or ("8b" if on_gpu else "2b")
     console.print(
         f"Qwen3-VL {geometry} vision tower, random weights, {dtype} on {_name(device)}; "
         f"attention {args.attention}",

@@ -79,21 +79,26 @@ def encode_files(args: argparse.Namespace, console: Console, errors: Console) ->
     return 1 if failed else 0
 
 
-def build_encoder(args: argparse.Namespace, console: Console) -> Qwen3VLVisionEncoder:
-    """The checkpoint's encoder, or one with random weights that says so."""
+def choose(args: argparse.Namespace) -> tuple[torch.device, torch.dtype, str]:
+    """Device, dtype and geometry: as asked for, or what suits the machine."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if not device.startswith(("cuda", "cpu")):
         raise ValueError(f"--device {device} is neither cuda nor cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device {device}: torch sees no CUDA GPU")
     on_gpu = device.startswith("cuda")
+    if on_gpu and not torch.cuda.is_available():
+        raise ValueError(f"--device {device}: torch sees no CUDA GPU")
     dtype = getattr(torch, args.dtype or ("bfloat16" if on_gpu else "float32"))
+    return torch.device(device), dtype, args.geometry or ("8b" if on_gpu else "2b")
+
+
+def build_encoder(args: argparse.Namespace, console: Console) -> Qwen3VLVisionEncoder:
+    """The checkpoint's encoder, or one with random weights that says so."""
+    device, dtype, geometry = choose(args)
     options = {"device": device, "dtype": dtype, "attention": args.attention}
-    if getattr(args, "model", None):
+    if args.model:
         if args.geometry:
             raise ValueError(f"--model {args.model} brings its own geometry; drop --geometry")
         return Qwen3VLVisionEncoder.from_pretrained(args.model, **options)
-    geometry = args.geometry or ("8b" if on_gpu else "2b")
     console.print(f"no --model: random weights in the geometry of {geometry}", style="yellow")
     return Qwen3VLVisionEncoder.random(GEOMETRIES[geometry], **options)
 
@@ -171,6 +176,6 @@ def write(path: Path, results: Sequence[Result]) -> None:
         while name in tensors:
             copies += 1
             name = f"{own}#{copies}"
-        tensors[name] = result.embeddings.cpu().contiguous()
+        tensors[name] = result.embeddings.contiguous()
         grids[name] = "x".join(map(str, result.media.grid))
     save_file(tensors, path, metadata=grids)

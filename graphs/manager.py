@@ -9,12 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from vitgraph.encoder.inputs import Grid
 from vitgraph.graphs.borrow import BorrowedTensor
 from vitgraph.graphs.budgets import TrafficRecorder, resolve_budgets
 from vitgraph.graphs.capture import BudgetGraphMetadata, BudgetGraphs
 from vitgraph.graphs.config import CompilationConfig, infer_limits
 from vitgraph.graphs.cost import CostModel
-from vitgraph.graphs.measure import Grid, measure_costs
+from vitgraph.graphs.measure import measure_costs
 from vitgraph.graphs.packing import Item, Pack, greedy, minimise_cost, split_eager
 from vitgraph.graphs.protocol import SupportsEncoderCudaGraph
 from vitgraph.graphs.recording import RunRecorder
@@ -210,12 +211,13 @@ class EncoderCudaGraphManager:
         Raises:
             ValueError: the batch does not fit together; nothing has run and the manager stays
                 usable.
+            RuntimeError: weights moved since capture; nothing has run.
         """
         if (check := getattr(self.model, "check_encoder_inputs", None)) is not None:
             mm_kwargs = check(mm_kwargs)
         items = self._items(mm_kwargs)
         if not items:
-            self.last_plan = []
+            self.last_plan, self.last_seconds = [], []
             return []
         with self._lock, on_device(self.device), torch.no_grad():
             if self._busy:
@@ -230,6 +232,8 @@ class EncoderCudaGraphManager:
         plan, seconds = self._plan(items), []
         outputs: list[Tensor | None] = [None] * len(items)
         profile = self.profile or self.run is not None
+        if any(pack.budget is not None for pack in plan):
+            self._graphs.check_addresses()
         for pack in plan:
             started = time.perf_counter()
             lent = borrow and len(plan) == 1 and pack.budget is not None

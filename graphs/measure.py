@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from math import isqrt
 
+from vitgraph.encoder.inputs import Grid
 from vitgraph.graphs.config import Limits
 from vitgraph.graphs.cost import CostModel, Sample
 
-Grid = tuple[int, int, int]
 # (grids of a batch, budget or None for an eager run) -> seconds to the synchronised result
 Run = Callable[[list[Grid], int | None], float]
 

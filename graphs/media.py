@@ -4,7 +4,6 @@ A video's frames go through the same processor one by one, at the size its video
 choose for them together; two frames then share a temporal patch.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -50,9 +49,8 @@ class MediaLoader:
     """Read files with one processor.
 
     Args:
-        model: checkpoint whose preprocessor_config.json to use; None takes Qwen3-VL's published
-            values.
-        max_pixels: largest image area; None leaves the processor's own.
+        model: checkpoint whose processor settings to use; Qwen3-VL's published values without.
+        max_pixels: largest area of an image or of a video's frame; None leaves the processor's.
     """
 
     def __init__(self, model: str | Path | None = None, max_pixels: int | None = None) -> None:
@@ -60,7 +58,9 @@ class MediaLoader:
 
         if max_pixels is not None and max_pixels < MIN_PIXELS:
             raise ValueError(f"max_pixels {max_pixels} is below one token, {MIN_PIXELS} pixels")
-        image, video = _configs(model) if model is not None else (None, None)
+        image, video = None, None
+        if model is not None:
+            image, video = open_checkpoint(model).processor_settings()
         self.processor = (
             Qwen2VLImageProcessorPil.from_dict(image)
             if image is not None
@@ -116,23 +116,6 @@ class MediaLoader:
         except ValueError as error:  # what the processor refuses: thinner than 1 to 200
             raise ValueError(f"{path}: {error}") from None
         return features["pixel_values"], features["image_grid_thw"].tolist()
-
-
-def _configs(model: str | Path) -> tuple[dict | None, dict | None]:
-    """A checkpoint's settings of the image and of the video processor, where it has any."""
-    checkpoint = open_checkpoint(model)
-
-    def read(filename: str) -> dict:
-        try:
-            return json.loads(checkpoint.fetch(filename).read_text())
-        except FileNotFoundError:
-            return {}
-
-    # transformers 5 writes one file for all processors
-    together = read("processor_config.json")
-    image = read("preprocessor_config.json") or together.get("image_processor")
-    video = read("video_preprocessor_config.json") or together.get("video_processor")
-    return image, video
 
 
 def expand(paths: Iterable[Path], frame_folders: Iterable[Path] = ()) -> Iterator[Path]:

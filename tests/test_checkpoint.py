@@ -69,7 +69,8 @@ def test_hub_downloads_only_what_it_needs(tower, tools, tmp_path, monkeypatch) -
     monkeypatch.setattr(checkpoint_module, "hf_hub_download", download)
     Qwen3VLVisionEncoder.from_pretrained("some/repository", revision="v1")
     files = {filename for _, filename, _ in asked}
-    files.remove("preprocessor_config.json")  # asked for, may be missing
+    # asked for, may be missing
+    files -= {f"{name}_config.json" for name in ("processor", "preprocessor", "video_preprocessor")}
     assert files == {"config.json", "model.safetensors.index.json", "a.safetensors"}
     assert {(repo, revision) for repo, _, revision in asked} == {("some/repository", "v1")}
 
@@ -124,6 +125,10 @@ def test_mean_and_std_of_bytes_come_from_the_processor(tower, tools, tmp_path) -
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
     normalization = Qwen3VLVisionEncoder.from_pretrained(tmp_path).normalization
     assert normalization == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    (tmp_path / "preprocessor_config.json").rename(tmp_path / "unused.json")
+    together = {"image_processor": {"image_mean": [0.3] * 3, "image_std": [0.2] * 3}}
+    (tmp_path / "processor_config.json").write_text(json.dumps(together))
+    assert Qwen3VLVisionEncoder.from_pretrained(tmp_path).normalization.std == (0.2, 0.2, 0.2)
 
 
 def test_a_hub_out_of_reach_is_not_a_missing_file(monkeypatch) -> None:
