@@ -372,3 +372,16 @@ def test_a_processors_whole_output_may_be_handed_in(manager, batch) -> None:
     mm_kwargs = batch([(1, 4, 4)])
     text = {"input_ids": torch.zeros(1, 3), "attention_mask": torch.ones(1, 3)}
     assert torch.equal(manager.execute(mm_kwargs | text)[0], manager.execute(mm_kwargs)[0])
+
+
+def test_recorded_traffic_gives_budgets(encoder, batch, tmp_path) -> None:
+    manager = EncoderCudaGraphManager(encoder, CompilationConfig(True, (64, 512), 8))
+    manager.capture()
+    traffic = manager.record_traffic()
+    for grids in ([(1, 4, 4), (1, 4, 6)], [(1, 4, 4), (1, 4, 6)], [(1, 16, 20)], [(1, 68, 120)]):
+        manager.execute(batch(grids))
+    assert traffic.histogram() == {10: 2, 80: 1}, "what shares a replay; not what runs eagerly"
+    traffic.save(tmp_path / "traffic.json")
+    config = CompilationConfig(True, f"traffic:{tmp_path / 'traffic.json'}", 4)
+    # the smallest budget holds at least one of the model's smallest, 64 tokens
+    assert EncoderCudaGraphManager(encoder, config).budgets == (64, 80, 8192)
