@@ -1,11 +1,9 @@
 """Packed varlen attention: softmax(q k^T / sqrt(D)) v inside each sequence, non-causal, all heads.
 
-The kernel is persistent over a tile table that a small kernel builds on the device, once per
-forward, from the offsets of the sequences: rows and sequence slots that a batch does not use cost
-nothing, and no length is ever read on the host. An item of work is one tile (BLOCK_M query rows of
-one sequence) of one head. Tiles start at their sequence's first row, so a sequence's result does
-not depend on where it is packed; long sequences come first and programs draw items from a counter,
-which balances mixed lengths.
+The kernel is persistent over a table of work (attention_tiles.py) that is built on the device, once
+per forward, from the offsets of the sequences: rows and sequence slots that a batch does not use
+cost nothing, and no length is ever read on the host. This file is the portable kernel and the
+entrance; on Hopper most launches go to attention_sm90.py.
 
 A head of D values is computed as a power of two and a tail (72 = 64 + 16 with 8 columns of zeros).
 
@@ -22,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vitgraph.kernels.attention_tiles import AttentionTiles, attention_tiles
 from vitgraph.kernels.launch import capability_of, num_multiprocessors
 
 if TYPE_CHECKING:
@@ -63,133 +62,6 @@ class AttentionConfig:
     num_stages: int = 3
     programs_per_sm: int = 2
     can_split: ClassVar[bool] = False
-
-
-@dataclass(frozen=True)
-class AttentionTiles:
-    """The work of one batch, shared by all layers of a forward. Two launches that share it must not
-    run at the same time: they draw from one counter.
-
-    Attributes:
-        config: the tiling the table was built for.
-        table: int32 [P // block_m + S, 3], (first query row, sequence start, sequence end) of each
-            tile, tiles of long sequences first.
-        state: int32; number of tiles, item counter, then the plan of `_plan_split`: first item that
-            is split, number of those, parts of each; from 8 on, one counter a part. Counters are
-            zero between launches: whoever draws the last item puts them back.
-        partials: float32 workspace of the parts, or None where nothing is ever split.
-    """
-
-    config: "AttentionConfig | AttentionSm90Config"
-    table: Tensor
-    state: Tensor
-    partials: Tensor | None
-
-
-@triton.jit
-def _lengths(cu_seqlens_ptr, sequences, num_sequences):
-    """Length of each of `sequences`, zero where there is none."""
-    mask = sequences < num_sequences
-    starts = tl.load(cu_seqlens_ptr + sequences, mask=mask, other=0)
-    return tl.load(cu_seqlens_ptr + sequences + 1, mask=mask, other=0) - starts
-
-
-@triton.jit
-def _plan_split(
-    cu_seqlens_ptr,
-    num_sequences,
-    HEADS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """Split the last items of the long sequences along their keys, so that the last round of
-    programs has work for all: (first item to split, how many, parts of each)."""
-    longest = 0
-    for base in range(0, num_sequences, BLOCK_S):
-        lengths = _lengths(cu_seqlens_ptr, base + tl.arange(0, BLOCK_S), num_sequences)
-        longest = tl.maximum(longest, tl.max(lengths))
-    tiles = 0
-    least = longest
-    short_work = 0
-    for base in range(0, num_sequences, BLOCK_S):
-        lengths = _lengths(cu_seqlens_ptr, base + tl.arange(0, BLOCK_S), num_sequences)
-        is_long = 2 * lengths > longest
-        counts = tl.cdiv(lengths, BLOCK_M)
-        tiles += tl.sum(tl.where(is_long, counts, 0))
-        least = tl.minimum(least, tl.min(tl.where(is_long, lengths, longest)))
-        short_work += tl.sum(tl.where(is_long, 0, counts * tl.cdiv(lengths, BLOCK_N)))
-    last_round = tiles * HEADS % PROGRAMS
-
-    steps = tl.cdiv(least, BLOCK_N)
-    best = steps
-    parts = 1
-    for k in tl.static_range(2, 9):
-        # Leaving and joining parts takes as long as about four steps.
-        cost = tl.cdiv(last_round * k, PROGRAMS) * tl.cdiv(steps, k) + 4
-        better = (last_round * k <= MAX_PARTS) & (steps >= 4 * k) & (cost < best)
-        parts = tl.where(better, k, parts)
-        best = tl.where(better, cost, best)
-    # Enough short sequences fill the last round of the long ones anyway.
-    parts = tl.where(short_work * HEADS >= (PROGRAMS - last_round) * steps, 1, parts)
-    num_split = tl.where(parts > 1, last_round, 0)
-    return tiles * HEADS - num_split, num_split, parts
-
-
-@triton.jit(do_not_specialize=["num_sequences"])
-def attention_tiles_kernel(
-    cu_seqlens_ptr,  # int32 [S + 1]
-    table_ptr,  # int32 [P // BLOCK_M + S, 3]
-    state_ptr,  # int32 [8 + counters]
-    num_sequences,
-    HEADS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
-    COUNTERS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """One program a sequence: count the tiles of all longer sequences, then write its own."""
-    sequence = tl.program_id(0)
-    exists = sequence < num_sequences
-    start = tl.load(cu_seqlens_ptr + sequence, mask=exists, other=0)
-    end = tl.load(cu_seqlens_ptr + sequence + 1, mask=exists, other=0)
-    length = end - start
-
-    first_tile = 0
-    num_tiles = 0
-    for base in range(0, num_sequences, BLOCK_S):
-        others = base + tl.arange(0, BLOCK_S)
-        lengths = _lengths(cu_seqlens_ptr, others, num_sequences)
-        counts = tl.cdiv(lengths, BLOCK_M)
-        before = (lengths > length) | ((lengths == length) & (others < sequence))
-        first_tile += tl.sum(tl.where(before, counts, 0))
-        num_tiles += tl.sum(counts)
-    if sequence == 0:
-        tl.store(state_ptr, num_tiles)
-        tl.store(state_ptr + 1, 0)
-        if MAX_PARTS > 0:
-            first_split, num_split, parts = _plan_split(
-                cu_seqlens_ptr, num_sequences, HEADS, BLOCK_M, BLOCK_N, PROGRAMS, MAX_PARTS, BLOCK_S
-            )
-            tl.store(state_ptr + 2, first_split)
-            tl.store(state_ptr + 3, num_split)
-            tl.store(state_ptr + 4, parts)
-            for base in range(0, COUNTERS, BLOCK_T):
-                counter = base + tl.arange(0, BLOCK_T)
-                tl.store(state_ptr + 8 + counter, 0, mask=counter < COUNTERS)
-
-    for base in range(0, tl.cdiv(length, BLOCK_M), BLOCK_T):
-        tile = base + tl.arange(0, BLOCK_T)
-        mask = tile < tl.cdiv(length, BLOCK_M)
-        entry_ptr = table_ptr + (first_tile + tile) * 3
-        tl.store(entry_ptr, start + tile * BLOCK_M, mask=mask)
-        tl.store(entry_ptr + 1, tl.zeros_like(tile) + start, mask=mask)
-        tl.store(entry_ptr + 2, tl.zeros_like(tile) + end, mask=mask)
 
 
 @triton.jit
@@ -264,8 +136,8 @@ def _attend(
 def attention_kernel(
     qkv_ptr,  # [P, 3, HEADS, HEAD_DIM]
     out_ptr,  # [P, HEADS * HEAD_DIM]
-    table_ptr,  # int32 [tiles, 3]
-    state_ptr,  # int32, number of tiles and item counter first
+    table_ptr,  # int32 [units, 8]
+    state_ptr,  # int32 [2], number of units and counter
     scale_log2,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -274,20 +146,20 @@ def attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Persistent: attend the items (tile, head) that this program draws from the counter."""
-    num_items = tl.load(state_ptr) * HEADS
-    item = tl.program_id(0)
-    while item < num_items:
-        # Drawn early, so that its latency hides behind the item. There are as many draws as items.
+    """Persistent: attend the units (tiles of one head) that this program draws."""
+    num_units = tl.load(state_ptr)
+    unit = tl.program_id(0)
+    while unit < num_units:
+        # Drawn early, so that its latency hides behind the unit. There are as many draws as units.
         ticket = tl.atomic_add(state_ptr + 1, 1, sem="relaxed")
-        if ticket == num_items - 1:
+        if ticket == num_units - 1:
             tl.store(state_ptr + 1, 0)
 
-        entry_ptr = table_ptr + (item // HEADS) * 3
-        head = item % HEADS
-        first_row = tl.load(entry_ptr)
-        start = tl.load(entry_ptr + 1)
-        end = tl.load(entry_ptr + 2)
+        unit_ptr = table_ptr + unit * 8
+        first_row = tl.load(unit_ptr)
+        start = tl.load(unit_ptr + 1)
+        end = tl.load(unit_ptr + 2)
+        head = tl.load(unit_ptr + 4)
 
         q = _load_rows(qkv_ptr, head, first_row, end, 0, BLOCK_M, HEAD, HEADS, HEAD_DIM)
         q_tail = q
@@ -317,7 +189,7 @@ def attention_kernel(
                 acc_tail * inverse_sum[:, None],
                 mask=row_mask & (columns < HEAD_DIM),
             )
-        item = ticket + tl.num_programs(0)
+        unit = ticket + tl.num_programs(0)
 
 
 def attention_config(
@@ -331,43 +203,11 @@ def attention_config(
     if capability_of(device) == (0, 0):  # the interpreter
         return AttentionConfig(32, 32)
     if dtype == torch.float32:
-        return AttentionConfig(32, 32, num_stages=2, programs_per_sm=4)
+        return AttentionConfig(32, 32, num_warps=8, num_stages=2)
     from vitgraph.kernels.attention_sm90 import attention_sm90_config
 
     config = attention_sm90_config(num_patches, num_sequences, head_dim, device)
-    if config is not None:
-        return config
-    # 128 query rows would spill everywhere but on Hopper, which has its own tier for them.
-    return AttentionConfig(64, 64, programs_per_sm=2)
-
-
-def attention_tiles(
-    cu_seqlens: Tensor,  # [S + 1]
-    num_patches: int,
-    num_heads: int,
-    config: "AttentionConfig | AttentionSm90Config",
-) -> AttentionTiles:
-    """Build the tile table of a batch on the device.
-
-    Args:
-        cu_seqlens: int32 [S + 1], never falling; empty sequences are free.
-        num_patches: capacity P, at least the last offset.
-    """
-    num_sequences = cu_seqlens.shape[0] - 1
-    programs = num_multiprocessors(cu_seqlens.device)
-    table = cu_seqlens.new_empty(max(num_patches // config.block_m + num_sequences, 1), 3)
-    max_parts = 2 * programs if config.can_split else 0
-    counters = max_parts * config.block_m // 64  # one for every warpgroup of a part
-    state = cu_seqlens.new_empty(8 + counters)
-    partials = None
-    if config.can_split:
-        partials = state.new_empty(max_parts * config.block_m, 96, dtype=torch.float32)
-    attention_tiles_kernel[(max(num_sequences, 1),)](
-        cu_seqlens, table, state, num_sequences,
-        HEADS=num_heads, BLOCK_M=config.block_m, BLOCK_N=config.block_n, PROGRAMS=programs,
-        MAX_PARTS=max_parts, COUNTERS=counters, BLOCK_S=128, BLOCK_T=128, num_warps=4,
-    )  # fmt: skip
-    return AttentionTiles(config, table, state, partials)
+    return config or AttentionConfig(64, 64)
 
 
 def attention(
@@ -409,7 +249,7 @@ def attention(
         return out
     head = 1 << (head_dim.bit_length() - 1)
     tail = max(16, triton.next_power_of_2(head_dim - head))
-    programs = min(programs * config.programs_per_sm, tiles.table.shape[0] * num_heads)
+    programs = min(programs * config.programs_per_sm, tiles.table.shape[0])
     attention_kernel[(programs,)](
         qkv, out, tiles.table, tiles.state, scale_log2,
         HEADS=num_heads, HEAD_DIM=head_dim, HEAD=head, TAIL=tail,

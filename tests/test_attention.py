@@ -1,5 +1,7 @@
 """Packed varlen attention: the tile table, every dtype and head width, isolation, graph replay."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -68,27 +70,28 @@ def truth(qkv: Tensor, lengths: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 def test_tiles_cover_each_sequence_once_longest_first(lengths, device):
-    block_m, rows = 16, sum(lengths) + 40
+    block_m, heads, rows = 16, 3, sum(lengths) + 40
     cu_seqlens = offsets(lengths, device)
-    tiles = attention_tiles(cu_seqlens, rows, 2, AttentionConfig(block_m, 32))
-    count, counter = tiles.state.tolist()[:2]
+    tiles = attention_tiles(cu_seqlens, rows, heads, AttentionConfig(block_m, 32))
+    count, counter = tiles.state.tolist()
     assert counter == 0
-    assert count == sum(-(-length // block_m) for length in lengths) <= tiles.table.shape[0]
-    table = tiles.table[:count].tolist()
+    table = tiles.table[:count, :7].tolist()
     expected = [
-        (row, start, end)
-        for start, end in zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False)
+        [row, start, end, end, head]
+        for start, end in itertools.pairwise(cu_seqlens.tolist())
         for row in range(start, end, block_m)
+        for head in range(heads)
     ]
-    assert sorted(map(tuple, table)) == expected
-    longest_first = [end - start for _, start, end in table]
+    assert sorted(unit[:5] for unit in table) == expected
+    assert all(unit[6] == 1 for unit in table)
+    longest_first = [end - start for _, start, end, *_ in table]
     assert longest_first == sorted(longest_first, reverse=True)
 
 
 def test_tiles_of_more_sequences_than_a_block(device):
     lengths = [(7 * i) % 50 for i in range(300)]
     tiles = attention_tiles(offsets(lengths, device), sum(lengths), 2, AttentionConfig(16, 32))
-    assert tiles.state.tolist()[:2] == [sum(-(-length // 16) for length in lengths), 0]
+    assert tiles.state.tolist() == [2 * sum(-(-length // 16) for length in lengths), 0]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())

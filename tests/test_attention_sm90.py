@@ -2,6 +2,9 @@
 keys, isolation, races. The plan of the split is plain Triton and is tested anywhere."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -43,35 +46,63 @@ def truth_and_sdpa(qkv: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     "lengths",
-    [[], [0], [100], [8160], [23040], [2048], [3000, 5, 2900], [9000, 400, 400], [1024] * 9],
+    [[], [0], [100], [8160], [23040], [3100], [3000, 5, 2900], [9000, 400, 400], [1024] * 9],
     ids=str,
 )
-def test_plan_covers_every_key_of_every_item_once(lengths, device):
-    """What the producer of the kernel derives from the state, spelled out."""
+def test_parts_cover_every_key_of_every_item_once(lengths, device):
     config, heads = CONFIGS["tall"], 3
     cu_seqlens = offsets(lengths, device)
     tiles = attention_tiles(cu_seqlens, sum(lengths), heads, config)
-    num_tiles, counter, first_split, num_split, parts = tiles.state.tolist()[:5]
-    assert counter == 0 and not tiles.state[8:].any()
-    num_items = num_tiles * heads
-    assert first_split + num_split <= num_items
-    assert num_split * parts * config.block_m <= tiles.partials.shape[0] or parts == 1
-    seen = {}
-    for unit in range(num_items + num_split * (parts - 1)):
-        piece = unit - first_split
-        if 0 <= piece < num_split * parts:
-            item, part, of = first_split + piece // parts, piece % parts, parts
-        else:
-            item, part, of = unit - (num_split * (parts - 1) if piece >= 0 else 0), 0, 1
-        _, start, end = tiles.table[item // heads].tolist()
-        blocks = -(-(end - start) // config.block_n)
-        first, last = part * blocks // of, (part + 1) * blocks // of
-        assert first < last
-        seen.setdefault(item, []).append((first, last, blocks))
-    assert sorted(seen) == list(range(num_items))
-    for ranges in seen.values():
-        assert ranges[0][0] == 0 and ranges[-1][1] == ranges[0][2]
-        assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
+    assert not tiles.state[1:].any()
+    table = tiles.table[: tiles.state[0], :7].tolist()
+    seen, pieces = {}, []
+    for row, first, last, end, head, piece, parts in table:
+        seen.setdefault((row, head), []).append((first, last))
+        if parts > 1:
+            pieces.append(piece)
+            assert piece % parts == len(seen[row, head]) - 1
+            assert (piece + 1) * config.block_m <= tiles.partials.shape[0]
+        assert first < last <= end
+    assert pieces == list(range(len(pieces)))
+    expected = {
+        (row, head): (start, end)
+        for start, end in itertools.pairwise(cu_seqlens.tolist())
+        for row in range(start, end, config.block_m)
+        for head in range(heads)
+    }
+    assert {key: (keys[0][0], keys[-1][1]) for key, keys in seen.items()} == expected
+    assert all(a[1] == b[0] for keys in seen.values() for a, b in itertools.pairwise(keys))
+
+
+def test_long_sequences_are_split_where_programs_would_idle(device):
+    tiles = attention_tiles(offsets([3100], device), 3100, 3, CONFIGS["tall"])
+    assert (tiles.table[: tiles.state[0], 6] > 1).any()
+
+
+COMPILE = """
+import torch
+from vitgraph.kernels.attention import attention, attention_tiles
+from vitgraph.kernels.attention_sm90 import AttentionSm90Config
+from vitgraph.kernels.offline import compiling_for
+
+qkv = torch.empty(256, 3, 16, {head_dim}, dtype=torch.bfloat16)
+cu_seqlens = torch.zeros(3, dtype=torch.int32)
+with compiling_for("sm_90") as compiled:
+    attention(qkv, cu_seqlens, tiles=attention_tiles(cu_seqlens, 256, 16, {config}))
+for kernel in compiled:
+    print(kernel.name, kernel.stack_bytes)
+"""
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize("head_dim", [64, 72])
+def test_compiles_without_spills(config, head_dim):
+    """Offline, in a process of its own: in this one kernels may be interpreted."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE.format(head_dim=head_dim, config=config)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["attention_tiles_kernel", "0", "attention_sm90_kernel", "0"]
 
 
 @pytest.mark.gpu
@@ -93,7 +124,7 @@ def test_matches_float64_and_isolates(config, head_dim, dtype, device, rng, asse
         attention(qkv, slots, tiles=tiles, out=out)
         assert out[real:].isnan().all()
         results.append(out[:real])
-    assert tiles.state[1] == 0
+    assert not tiles.state[1:].any()
     assert all(torch.equal(result, results[0]) for result in results)
     truth, theirs = truth_and_sdpa(qkv[:real], EDGES)
     assert_as_exact_as(results[0], theirs, truth)
@@ -121,4 +152,4 @@ def test_split_items_are_joined(config, lengths, device, rng, assert_as_exact_as
     for _ in range(30):
         out = torch.full_like(first, float("nan"))
         assert torch.equal(attention(qkv, cu_seqlens, tiles=tiles, out=out), first)
-    assert tiles.state[1] == 0 and not tiles.state[8:].any()
+    assert not tiles.state[1:].any()
