@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from vitgraph.kernels.layout import layout
-from vitgraph.kernels.rotary import rotary, rotary_frequencies, rotary_reference
+from vitgraph.kernels.rotary import (
+    rotary,
+    rotary_frequencies,
+    rotary_reference,
+    rotary_table,
+)
 
 
 @pytest.mark.parametrize(
@@ -21,22 +26,33 @@ def bench_rotary(measure, rotate, grid, head_dim, capacity):
     frequencies = rotary_frequencies(head_dim, device="cuda")
     rows, shape = grid[1] * grid[2], (3, 16, head_dim)
     buffers = rotate(lambda: (torch.randn(capacity, *shape, device="cuda", dtype=torch.bfloat16),))
-    coords = batch.coords[:rows]
+    table = rotary_table(batch.coords, frequencies, batch.num_patches)
 
     def check():
         qkv = buffers[0][0]
-        expected = rotary_reference(qkv[:rows].double(), coords, frequencies)
-        actual = rotary(qkv, batch.coords, frequencies, batch.num_patches)[:rows]
+        expected = rotary_reference(qkv[:rows].double(), table[:rows])
+        actual = rotary(qkv, table, batch.num_patches)[:rows]
         assert (actual - expected).norm() < 3e-3 * expected.norm()
 
     inside = f" in {capacity}" if capacity != rows else ""
     measure(
         f"rotary {rows}x16x{head_dim} bf16{inside}",
-        lambda qkv: rotary(qkv, batch.coords, frequencies, batch.num_patches),
-        baseline=lambda qkv: rotary_reference(qkv[:rows], coords, frequencies),
+        lambda qkv: rotary(qkv, table, batch.num_patches),
+        baseline=lambda qkv: rotary_reference(qkv[:rows], table[:rows]),
         bytes=2 * 4 * rows * 16 * head_dim,
         check=check,
         buffers=buffers,
+    )
+
+
+def bench_rotary_table(measure):
+    """Once a forward."""
+    batch = layout(torch.tensor([(1, 80, 102)], dtype=torch.int32, device="cuda"), 8160, 1)
+    frequencies = rotary_frequencies(72, device="cuda")
+    measure(
+        "rotary table 8160x72",
+        lambda: rotary_table(batch.coords, frequencies, batch.num_patches),
+        bytes=8160 * (72 * 4 + 16),
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 Grid = tuple[int, int, int]
+PLAIN = [int, int, int]
 
 
 class Grids(list[Grid]):
@@ -52,21 +53,9 @@ def check_grids(grid_thw: Any, merge_size: int = 2) -> Grids:
         raise ValueError(f"grid_thw must be [items, 3], got {type(grid_thw).__name__}")
     grids = Grids()
     for item, grid in enumerate(grid_thw):
-        if isinstance(grid, Tensor | np.ndarray):
-            grid = grid.tolist()
-        if not isinstance(grid, Sequence) or len(grid) != 3:
-            raise ValueError(f"item {item}: a grid has 3 values (t, h, w), got {grid!r}")
-        values = []
-        for value in grid:
-            if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
-                raise ValueError(f"item {item}: grid values must be integers, got {value!r}")
-            try:
-                values.append(operator.index(value))
-            except TypeError:
-                raise ValueError(
-                    f"item {item}: grid values must be integers, got {value!r}"
-                ) from None
-        t, h, w = values
+        if type(grid) not in (list, tuple) or [*map(type, grid)] != PLAIN:
+            grid = _integers(item, grid)
+        t, h, w = grid
         if t < 1 or h < 1 or w < 1:
             raise ValueError(f"item {item}: grid ({t}, {h}, {w}) must be positive")
         if h % merge_size or w % merge_size:
@@ -75,6 +64,23 @@ def check_grids(grid_thw: Any, merge_size: int = 2) -> Grids:
             )
         grids.append((t, h, w))
     return grids
+
+
+def _integers(item: int, grid: Any) -> list[int]:
+    """A grid of any form as three plain integers."""
+    if isinstance(grid, Tensor | np.ndarray):
+        grid = grid.tolist()
+    if not isinstance(grid, Sequence) or len(grid) != 3:
+        raise ValueError(f"item {item}: a grid has 3 values (t, h, w), got {grid!r}")
+    values = []
+    for value in grid:
+        if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
+            raise ValueError(f"item {item}: grid values must be integers, got {value!r}")
+        try:
+            values.append(operator.index(value))
+        except TypeError:
+            raise ValueError(f"item {item}: grid values must be integers, got {value!r}") from None
+    return values
 
 
 def check_pixels(pixel_values: Any, grids: Grids, patch_width: int) -> Tensor:

@@ -257,13 +257,21 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
             provider=provider("embed"),
         )
         ops.position_embedding(x, self.pos_embed.weight, coords, rows)
+        table = ops.rotary_table(coords, self.frequencies, rows)
+        # qkv and the MLP's activations are never alive together: one allocation serves both.
+        widest = max(3 * config.hidden_size, config.intermediate_size)
+        wide = x.new_empty(len(pixels) * widest)
+        qkv_buffer = wide[: len(pixels) * 3 * config.hidden_size].view(len(pixels), -1)
+        inner = wide[: len(pixels) * config.intermediate_size].view(len(pixels), -1)
         for depth, block in enumerate(self.blocks):
             norm, attn = block.norm1, block.attn
             y = ops.layer_norm(x, norm.weight, norm.bias, norm.eps, rows)
             qkv, proj = attn.qkv, attn.proj
-            y = ops.linear(y, qkv.weight, qkv.bias, num_rows=rows, provider=provider("qkv"))
+            y = ops.linear(
+                y, qkv.weight, qkv.bias, num_rows=rows, out=qkv_buffer, provider=provider("qkv")
+            )
             y = y.view(-1, 3, config.num_heads, config.head_dim)
-            y = attend(ops.rotary(y, coords, self.frequencies, rows))
+            y = attend(ops.rotary(y, table, rows))
             x = ops.linear(
                 y,
                 proj.weight,
@@ -284,6 +292,7 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
                 residual=x,
                 num_rows=rows,
                 out=x,
+                inner=inner,
                 providers=mlp_providers,
             )
             if depth in config.deepstack_visual_indexes:

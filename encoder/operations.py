@@ -13,7 +13,12 @@ from vitgraph.kernels.linear import Provider, linear, linear_reference
 from vitgraph.kernels.merger import merger, merger_reference
 from vitgraph.kernels.mlp import mlp, mlp_reference
 from vitgraph.kernels.position_embedding import position_embedding, position_embedding_reference
-from vitgraph.kernels.rotary import rotary, rotary_reference
+from vitgraph.kernels.rotary import (
+    rotary,
+    rotary_reference,
+    rotary_table,
+    rotary_table_reference,
+)
 
 OpsName = Literal["auto", "triton", "torch"]
 LAYERS = ("embed", "qkv", "proj", "fc1", "fc2", "merger_fc1", "merger_fc2")
@@ -41,6 +46,7 @@ class Operations:
     name: str
     layout: Callable
     position_embedding: Callable
+    rotary_table: Callable
     rotary: Callable
     layer_norm: Callable
     linear: Callable
@@ -52,13 +58,16 @@ TORCH = Operations(
     "torch",
     layout_reference,
     position_embedding_reference,
+    rotary_table_reference,
     rotary_reference,
     layer_norm_reference,
     linear_reference,
     mlp_reference,
     merger_reference,
 )
-TRITON = Operations("triton", layout, position_embedding, rotary, layer_norm, linear, mlp, merger)
+TRITON = Operations(
+    "triton", layout, position_embedding, rotary_table, rotary, layer_norm, linear, mlp, merger
+)
 
 
 def resolve_operations(name: str, device: torch.device) -> Operations:

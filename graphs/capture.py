@@ -1,6 +1,7 @@
 """Capture and replay: one graph a budget, over one memory pool and one set of static buffers."""
 
 import logging
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -65,13 +66,18 @@ class BudgetGraphs:
         self._addresses: list[int] = []
         self._children: list[tuple[dict[str, nn.Module], str, str]] = []
         self._modules: list[nn.Module] = []
+        self._tensor_dicts: list[dict[str, Tensor]] = []
+        self._tensor_names: list[str] = []
+        self._module_dicts: list[dict[str, nn.Module]] = []
+        self._module_names: list[str] = []
+        self._stream: torch.cuda.Stream | None = None
         self._last_use: torch.cuda.Event | None = None
 
     def capture(self, budgets: Sequence[int]) -> None:
         """Capture `budgets`, largest first. One that does not fit the memory is dropped."""
         on_gpu = self.device.type == "cuda"
         pool = torch.cuda.graph_pool_handle() if on_gpu else None
-        stream = _capturing_stream(self.device) if on_gpu else None
+        stream = self._capturing_stream() if on_gpu else None
         dropped = []
         for budget in sorted(budgets, reverse=True):
             before = self._memory_in_use()
@@ -112,10 +118,11 @@ class BudgetGraphs:
             RuntimeError: naming a weight that moved since capture, and what to do.
         """
         weights, children = self._weights, self._children
-        with suppress(KeyError, AttributeError):  # deleted, or None now
-            if [tensors[name].data_ptr() for tensors, name, _ in weights] == self._addresses and [
-                modules[name] for modules, name, _ in children
-            ] == self._modules:
+        # Several hundred lookups before every batch: by map, half of what a comprehension takes.
+        with suppress(KeyError, TypeError):  # deleted, or None now
+            tensors = map(operator.getitem, self._tensor_dicts, self._tensor_names)
+            modules = map(operator.getitem, self._module_dicts, self._module_names)
+            if [*map(Tensor.data_ptr, tensors)] == self._addresses and [*modules] == self._modules:
                 return
         moved = [
             path
@@ -149,6 +156,10 @@ class BudgetGraphs:
             for name in module._modules
         ]
         self._modules = [children[name] for children, name, _ in self._children]
+        self._tensor_dicts = [tensors for tensors, _, _ in self._weights]
+        self._tensor_names = [name for _, name, _ in self._weights]
+        self._module_dicts = [children for children, _, _ in self._children]
+        self._module_names = [name for _, name, _ in self._children]
 
     def _fill(self, graph: BudgetGraphMetadata, selected: dict[str, Any]) -> None:
         """Copy into the static buffers, zeroing what is left where the model needs that."""
@@ -245,6 +256,15 @@ class BudgetGraphs:
                     metadata.output_buffer.copy_(captured)
         torch.cuda.current_stream(self.device).wait_stream(stream)
 
+    def _capturing_stream(self) -> torch.cuda.Stream:
+        """The calling stream, unless that is the default one, which cannot be captured. Then one
+        for all captures: cuBLAS keeps a workspace for every stream it has seen."""
+        current = torch.cuda.current_stream(self.device)
+        if current != torch.cuda.default_stream(self.device):
+            return current
+        self._stream = self._stream or torch.cuda.Stream(self.device)
+        return self._stream
+
     def _memory_in_use(self) -> int:
         """Bytes; on the CPU those of the static buffers."""
         if self.device.type == "cuda":
@@ -257,14 +277,6 @@ class BudgetGraphs:
             for tensor in (graph.input_buffer, *graph.metadata_buffers.values())
         }
         return sum(storages.values())
-
-
-def _capturing_stream(device: torch.device) -> torch.cuda.Stream:
-    """The calling stream, unless that is the default one, which cannot be captured."""
-    current = torch.cuda.current_stream(device)
-    if current != torch.cuda.default_stream(device):
-        return current
-    return torch.cuda.Stream(device)
 
 
 def _prefix(large: Tensor, small: Tensor) -> Tensor:

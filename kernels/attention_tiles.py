@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitgraph.kernels.launch import num_multiprocessors
+from vitgraph.kernels.launch import num_multiprocessors, row_count
 
 
 class TileConfig(Protocol):
@@ -102,23 +102,12 @@ def _plan_split(
     return tiles * HEADS - num_split, num_split, parts
 
 
-@triton.jit(do_not_specialize=["num_sequences"])
-def attention_tiles_kernel(
-    cu_seqlens_ptr,  # int32 [S + 1]
-    table_ptr,  # int32 [units, 8]
-    state_ptr,  # int32 [2 + COUNTERS]
-    num_sequences,
-    HEADS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
-    COUNTERS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_U: tl.constexpr,
-):
-    """One program a sequence: count the items of all longer sequences, then write its own."""
-    sequence = tl.program_id(0)
+@triton.jit
+def _write_sequence(
+    cu_seqlens_ptr, table_ptr, state_ptr, sequence, num_sequences,
+    HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PROGRAMS: tl.constexpr,
+    MAX_PARTS: tl.constexpr, COUNTERS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_U: tl.constexpr,
+):  # fmt: skip
     exists = sequence < num_sequences
     start = tl.load(cu_seqlens_ptr + sequence, mask=exists, other=0)
     end = tl.load(cu_seqlens_ptr + sequence + 1, mask=exists, other=0)
@@ -172,30 +161,59 @@ def attention_tiles_kernel(
             tl.store(unit_ptr + 6, item_parts, mask=mask)
 
 
+@triton.jit(do_not_specialize=["max_sequences"])
+def attention_tiles_kernel(
+    cu_seqlens_ptr,  # int32 [S + 1]
+    num_sequences_ptr,  # int32 [1] or None
+    table_ptr,  # int32 [units, 8]
+    state_ptr,  # int32 [2 + COUNTERS]
+    max_sequences,
+    HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    COUNTERS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_U: tl.constexpr,
+):
+    """Programs take turns over the sequences: count the items of all longer ones, then write the
+    sequence's own."""
+    num_sequences = row_count(num_sequences_ptr, max_sequences)
+    # Sequence 0 is looked at even where there is none: it writes how many units there are.
+    for sequence in range(tl.program_id(0), tl.maximum(num_sequences, 1), tl.num_programs(0)):
+        _write_sequence(
+            cu_seqlens_ptr, table_ptr, state_ptr, sequence, num_sequences,
+            HEADS, BLOCK_M, BLOCK_N, PROGRAMS, MAX_PARTS, COUNTERS, BLOCK_S, BLOCK_U,
+        )  # fmt: skip
+
+
 def attention_tiles(
     cu_seqlens: Tensor,  # [S + 1]
     num_patches: int,
     num_heads: int,
     config: TileConfig,
+    num_sequences: Tensor | None = None,
 ) -> AttentionTiles:
     """Build the tile table of a batch on the device.
 
     Args:
         cu_seqlens: int32 [S + 1], never falling; empty sequences are free.
         num_patches: capacity P, at least the last offset.
+        num_sequences: int32 [1] on the device, sequences that are not past the last; None for S.
     """
-    num_sequences = cu_seqlens.shape[0] - 1
+    max_sequences = cu_seqlens.shape[0] - 1
     programs = num_multiprocessors(cu_seqlens.device)
     max_parts = 2 * programs if config.can_split else 0
     counters = max_parts * config.block_m // 64  # one for every warpgroup of a part
-    items = (num_patches // config.block_m + num_sequences) * num_heads
+    items = (num_patches // config.block_m + max_sequences) * num_heads
     table = cu_seqlens.new_empty(items + max_parts + 1, 8)
     state = cu_seqlens.new_empty(2 + counters)
     partials = None
     if config.can_split:
         partials = state.new_empty(max_parts * config.block_m, 96, dtype=torch.float32)
-    attention_tiles_kernel[(max(num_sequences, 1),)](
-        cu_seqlens, table, state, num_sequences,
+    attention_tiles_kernel[(min(max(max_sequences, 1), 2 * programs),)](
+        cu_seqlens, num_sequences, table, state, max_sequences,
         HEADS=num_heads, BLOCK_M=config.block_m, BLOCK_N=config.block_n, PROGRAMS=programs,
         MAX_PARTS=max_parts, COUNTERS=counters, BLOCK_S=128, BLOCK_U=512, num_warps=4,
     )  # fmt: skip

@@ -31,6 +31,7 @@ class Layout:
     Attributes:
         num_patches: int32 [1], real rows of the patch dimension.
         num_tokens: int32 [1], real output rows, num_patches / merge_size**2.
+        num_sequences: int32 [1], real sequences (frames).
         cu_seqlens: int32 [S + 1], start of each sequence; entries past the last sequence equal
             num_patches.
         coords: int32 [P, 4], (row, col, h, w) of each patch; rows past num_patches hold no meaning.
@@ -42,6 +43,7 @@ class Layout:
 
     num_patches: Tensor
     num_tokens: Tensor
+    num_sequences: Tensor
     cu_seqlens: Tensor
     coords: Tensor
     max_seqlen: int
@@ -63,6 +65,7 @@ def layout_kernel(
     grid_ptr,
     num_patches_ptr,
     num_tokens_ptr,
+    num_sequences_ptr,
     cu_seqlens_ptr,
     coords_ptr,
     num_slots,
@@ -88,6 +91,7 @@ def layout_kernel(
     if first == 0:
         tl.store(num_patches_ptr, total)
         tl.store(num_tokens_ptr, total // (MERGE * MERGE))
+        tl.store(num_sequences_ptr, tl.sum(frames, axis=0))
 
     if first < total:
         item = slot_of(item_end, index, LEVELS)
@@ -129,13 +133,12 @@ def layout(
     num_slots = grid_thw.shape[0]
     if num_slots > MAX_SLOTS:
         return layout_reference(grid_thw, num_patches, max_sequences, merge_size, seqlens)
-    rows, tokens = torch.empty(2, 1, dtype=torch.int32, device=grid_thw.device).unbind()
+    counts = torch.empty(3, 1, dtype=torch.int32, device=grid_thw.device).unbind()
     cu_seqlens = torch.empty(max_sequences + 1, dtype=torch.int32, device=grid_thw.device)
     coords = torch.empty(num_patches, 4, dtype=torch.int32, device=grid_thw.device)
     layout_kernel[(triton.cdiv(max(num_patches, max_sequences + 1), BLOCK),)](
         grid_thw,
-        rows,
-        tokens,
+        *counts,
         cu_seqlens,
         coords,
         num_slots,
@@ -147,8 +150,7 @@ def layout(
         num_warps=4,
     )
     return Layout(
-        num_patches=rows,
-        num_tokens=tokens,
+        *counts,
         cu_seqlens=cu_seqlens,
         coords=coords,
         max_seqlen=max(seqlens, default=0) if seqlens is not None else num_patches,
@@ -200,6 +202,7 @@ def layout_reference(
     return Layout(
         num_patches=total.int(),
         num_tokens=(total // merge_size**2).int(),
+        num_sequences=frame_end[-1:].int(),
         cu_seqlens=cu_seqlens.int(),
         coords=coords.int(),
         max_seqlen=max(seqlens, default=0) if seqlens is not None else num_patches,

@@ -104,14 +104,16 @@ def linear_providers(
     """Providers that can serve a layer given up to `capacity` rows of `dtype` (the input's: uint8
     for patches), the default first.
 
-    "triton" serves everything. "gluon" is the Hopper tier, with "triton" up to the count at which
-    it is ahead. "cublas" (on the CPU torch's own) computes the whole capacity.
+    "triton" serves everything. "gluon" is the Hopper tier, offered where it was measured ahead for
+    some capacity. "cublas" (on the CPU torch's own) computes the whole capacity.
     """
     if dtype == torch.uint8:
         return ("triton",)
     config = linear_config(capability_of(device), dtype, capacity, out_features, in_features)
-    if config.hopper_rows is None or capacity < config.hopper_rows or _hopper_tier() is None:
+    if config.hopper_rows is None or _hopper_tier() is None:
         return ("triton", "cublas")
+    if capacity < config.hopper_rows:
+        return ("triton", "gluon", "cublas")
     return ("gluon", "triton", "cublas")
 
 
@@ -171,14 +173,9 @@ def linear(
     operands = (x, weight, bias, activation, residual)
     if provider == "cublas":
         linear_cublas(*operands, out)
-        return out
-    config = linear_config(capability_of(x.device), weight.dtype, *shape)
-    most_rows = None
-    if provider == "gluon" and is_aligned(x, weight, residual, out):
-        # Two launches, of which the device's row count makes one return at once.
-        most_rows = config.hopper_rows - 1
-        _hopper_tier().linear_sm90(*operands, num_rows, out, least_rows=most_rows)
-        if num_rows is None:  # all rows are real, and so many that "gluon" is offered
-            return out
-    linear_triton(*operands, num_rows, out, normalization, config, most_rows)
+    elif provider == "gluon" and is_aligned(x, weight, residual, out):
+        _hopper_tier().linear_sm90(*operands, num_rows, out)
+    else:
+        config = linear_config(capability_of(x.device), weight.dtype, *shape)
+        linear_triton(*operands, num_rows, out, normalization, config)
     return out

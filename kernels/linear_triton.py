@@ -109,8 +109,9 @@ def _compute_tiles(
                 x = x_desc.load([row, k])
             else:
                 x = tl.load(x_pointers, mask=x_mask, other=0)
-            if weight.dtype == tl.float32:  # a sum of short sums is the more exact
-                acc += tl.dot(x, weight.T, input_precision="ieee")
+            if weight.dtype == tl.float32:
+                # A sum of short sums is the more exact; `acc +=` would be fused into one long one.
+                acc -= tl.dot(-x, weight.T, input_precision="ieee")
             else:
                 acc = tl.dot(x, weight.T, acc)
 
@@ -128,18 +129,17 @@ def _compute_tiles(
                 )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["capacity", "small_rows", "most_rows"])
+@triton.jit(do_not_specialize=["capacity", "small_rows"])
 def linear_kernel(
     x_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, num_rows_ptr,
     x_desc, weight_desc, small_x_desc, small_weight_desc, pixel_scale, pixel_shift,
-    x_stride, residual_stride, out_stride, capacity, small_rows, most_rows,
+    x_stride, residual_stride, out_stride, capacity, small_rows,
     N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr,
     LARGE: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
-    """out[:num_rows] = act(x @ weight.T + bias) + residual; more than `most_rows` rows are left to
-    another kernel. Tiles are LARGE or, up to `small_rows`, SMALL: fields of a Tile, or None."""
+    """out[:num_rows] = act(x @ weight.T + bias) + residual. Tiles are LARGE or, up to `small_rows`,
+    SMALL: fields of a Tile, or None."""
     num_rows = row_count(num_rows_ptr, capacity)
-    num_rows = tl.where(num_rows > most_rows, 0, num_rows)
     if SMALL is not None:  # noqa: SIM102 (known to the compiler, unlike the next)
         if num_rows <= small_rows:
             _compute_tiles(
@@ -189,27 +189,24 @@ def linear_triton(
     out: Tensor,
     normalization: PixelNormalization | None,
     config: LinearConfig,
-    most_rows: int | None = None,
 ) -> None:
-    """Launch `linear_kernel` with the given tiles; the arguments of `linear`, checked there. Writes
-    nothing where the real rows are more than `most_rows`."""
+    """Launch `linear_kernel` with the given tiles; the arguments of `linear`, checked there."""
     capacity, (out_features, in_features) = x.shape[0], weight.shape
-    most_rows = capacity if most_rows is None else min(most_rows, capacity)
     large, small = config.large, config.small
-    if small is not None and most_rows <= config.small_rows:
+    if small is not None and capacity <= config.small_rows:
         large = None
     descriptors = [None] * 4
     if config.descriptors and is_aligned(x, weight):
         descriptors = _descriptors(x, weight, large) + _descriptors(x, weight, small)
     scale, shift = normalization.scale_and_shift() if normalization else (None, None)
     num_tiles = max(
-        _num_tiles(large, most_rows, out_features),
-        _num_tiles(small, min(most_rows, config.small_rows), out_features),
+        _num_tiles(large, capacity, out_features),
+        _num_tiles(small, min(capacity, config.small_rows), out_features),
     )
     programs = num_programs(x.device, num_tiles, config.programs_per_sm)
     linear_kernel[(programs,)](
         x, weight, bias, residual, out, num_rows, *descriptors, scale, shift,
         x.stride(0), residual.stride(0) if residual is not None else 0, out.stride(0),
-        capacity, config.small_rows, most_rows, out_features, in_features, activation,
+        capacity, config.small_rows, out_features, in_features, activation,
         large and astuple(large), small and astuple(small), num_warps=config.num_warps,
     )  # fmt: skip

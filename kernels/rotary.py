@@ -2,7 +2,8 @@
 
 With D values a head there are D/4 frequencies theta^(-4j/D). The angles of a patch are [row * f,
 col * f], D/2 in all, and value i is rotated with value i + D/2 (rotate-half over the whole head).
-Angles and products are float32. Source: transformers' Qwen3VLVisionModel (axial rotary, theta
+All layers turn by the same angles, so their cosines and sines are computed once a forward, in
+float32. Source: transformers' Qwen3VLVisionModel (axial rotary, theta
 10000).
 """
 
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from vitgraph.kernels.launch import num_programs, row_count
 
-PROGRAMS_PER_MULTIPROCESSOR = 24
+PROGRAMS_PER_MULTIPROCESSOR = 32  # of one warp each: the most that fit
+TABLE_ROWS = 16  # patches of one program of the table
 
 
 def rotary_frequencies(
@@ -47,92 +49,165 @@ def cos_sin(angle):
 
 
 @triton.jit(do_not_specialize=["max_rows"])
-def rotary_kernel(
-    qkv_ptr,
+def rotary_table_kernel(
     coords_ptr,
     frequencies_ptr,
+    table_ptr,
+    num_rows_ptr,
+    max_rows,
+    HALF: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    pair = tl.arange(0, BLOCK_PAIRS)
+    pair_mask = pair < HALF
+    along_row = pair < HALF // 2
+    frequency_index = tl.where(along_row, pair, pair - HALF // 2)
+    frequency = tl.load(frequencies_ptr + frequency_index, mask=pair_mask, other=0.0)
+    num_rows = row_count(num_rows_ptr, max_rows)
+    for first in tl.range(tl.program_id(0) * BLOCK_ROWS, num_rows, tl.num_programs(0) * BLOCK_ROWS):
+        patch = first + tl.arange(0, BLOCK_ROWS)
+        row = tl.load(coords_ptr + patch * 4, mask=patch < num_rows, other=0)
+        col = tl.load(coords_ptr + patch * 4 + 1, mask=patch < num_rows, other=0)
+        position = tl.where(along_row[None, :], row[:, None], col[:, None]).to(tl.float32)
+        cos, sin = cos_sin(position * frequency[None, :])
+        mask = (patch < num_rows)[:, None] & pair_mask[None, :]
+        cos_ptr = table_ptr + patch.to(tl.int64)[:, None] * (2 * HALF) + pair[None, :]
+        tl.store(cos_ptr, cos, mask=mask)
+        tl.store(cos_ptr + HALF, sin, mask=mask)
+
+
+def rotary_table(
+    coords: Tensor,  # [P, 4]
+    frequencies: Tensor,  # [D / 4]
+    num_rows: Tensor | None = None,
+) -> Tensor:
+    """`rotary_table_reference` as one kernel."""
+    if frequencies.dtype != torch.float32 or frequencies.ndim != 1:
+        raise ValueError(
+            f"rotary: frequencies are {frequencies.dtype} {tuple(frequencies.shape)}, not float32 "
+            f"[head_dim / 4]"
+        )
+    max_rows, half = coords.shape[0], 2 * frequencies.shape[0]
+    table = torch.empty(max_rows, 2, half, dtype=torch.float32, device=coords.device)
+    if max_rows == 0:
+        return table
+    blocks = triton.cdiv(max_rows, TABLE_ROWS)
+    rotary_table_kernel[(num_programs(coords.device, blocks, 8),)](
+        coords,
+        frequencies,
+        table,
+        num_rows,
+        max_rows,
+        HALF=half,
+        BLOCK_PAIRS=triton.next_power_of_2(half),
+        BLOCK_ROWS=TABLE_ROWS,
+        num_warps=4,
+    )
+    return table
+
+
+def rotary_table_reference(
+    coords: Tensor,  # [P, 4]
+    frequencies: Tensor,  # [D / 4]
+    num_rows: Tensor | None = None,
+) -> Tensor:
+    """Cosines and sines of the angles of each patch.
+
+    Args:
+        coords: int32 [P, 4], (row, col, h, w) of each patch.
+        frequencies: float32 [D / 4], `rotary_frequencies`.
+        num_rows: int32 [1] on the device; rows past it need not be computed.
+
+    Returns:
+        float32 [P, 2, D / 2], cosines first.
+    """
+    angles = (coords[:, :2].float()[:, :, None] * frequencies).flatten(1)  # [P, D / 2]
+    return torch.stack([angles.cos(), angles.sin()], dim=1)
+
+
+@triton.jit(do_not_specialize=["max_rows"])
+def rotary_kernel(
+    qkv_ptr,
+    table_ptr,
     num_rows_ptr,
     qkv_stride,
     max_rows,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
-    QUARTER: tl.constexpr = HEAD_DIM // 4
     head = tl.arange(0, BLOCK_HEADS)
-    pair = tl.arange(0, BLOCK_PAIRS)
-    mask = (head < HEADS)[:, None] & (pair < HALF)[None, :]
-    along_row = pair < QUARTER
-    frequency_index = tl.where(along_row, pair, pair - QUARTER)
-    frequency = tl.load(frequencies_ptr + frequency_index, mask=pair < HALF, other=0.0)
+    dim = tl.arange(0, BLOCK_DIM)
+    mask = (head < HEADS)[:, None] & (dim < HEAD_DIM)[None, :]
+    is_first = dim < HALF
+    pair = tl.where(is_first, dim, dim - HALF)
+    to_partner = tl.where(is_first, HALF, -HALF)
 
     num_parts = 2 * row_count(num_rows_ptr, max_rows)  # q and k of each patch
     for part in tl.range(tl.program_id(0), num_parts, tl.num_programs(0)):
         patch = tl.cast(part // 2, tl.int64)
         part_ptr = qkv_ptr + patch * qkv_stride + part % 2 * HEADS * HEAD_DIM
-        first_ptr = part_ptr + head[:, None] * HEAD_DIM + pair[None, :]
-        first = tl.load(first_ptr, mask=mask).to(tl.float32)
-        second = tl.load(first_ptr + HALF, mask=mask).to(tl.float32)
-
-        row, col = tl.load(coords_ptr + patch * 4), tl.load(coords_ptr + patch * 4 + 1)
-        cos, sin = cos_sin(tl.where(along_row, row, col).to(tl.float32) * frequency)
-        cos, sin = cos[None, :], sin[None, :]
-        dtype: tl.constexpr = qkv_ptr.dtype.element_ty
-        tl.store(first_ptr, (first * cos - second * sin).to(dtype), mask=mask)
-        tl.store(first_ptr + HALF, (second * cos + first * sin).to(dtype), mask=mask)
+        ptr = part_ptr + head[:, None] * HEAD_DIM + dim[None, :]
+        # Whole heads in one contiguous load; the partners, just read, come from L1.
+        x = tl.load(ptr, mask=mask).to(tl.float32)
+        partner = tl.load(ptr + to_partner[None, :], mask=mask).to(tl.float32)
+        cos_ptr = table_ptr + patch * HEAD_DIM + pair
+        cos = tl.load(cos_ptr, mask=dim < HEAD_DIM, other=0.0)
+        sin = tl.load(cos_ptr + HALF, mask=dim < HEAD_DIM, other=0.0)
+        sin = tl.where(is_first, -sin, sin)
+        tl.debug_barrier()  # every partner has been read
+        rotated = x * cos[None, :] + partner * sin[None, :]
+        tl.store(ptr, rotated.to(qkv_ptr.dtype.element_ty), mask=mask)
 
 
 def rotary(
     qkv: Tensor,  # [P, 3, H, D], rows may be strided
-    coords: Tensor,  # [P, 4]
-    frequencies: Tensor,  # [D / 4]
+    table: Tensor,  # [P, 2, D / 2]
     num_rows: Tensor | None = None,
 ) -> Tensor:
-    """`rotary_reference` as one kernel, with `rotary_frequencies`: in place, returns `qkv`."""
+    """`rotary_reference` as one kernel, in place; returns `qkv`."""
     max_rows, _, num_heads, head_dim = qkv.shape
     if qkv.stride()[1:] != (num_heads * head_dim, head_dim, 1):
         raise ValueError(f"rotary: q, k and v of a patch must be packed, strides {qkv.stride()}")
-    if frequencies.shape != (head_dim // 4,) or frequencies.dtype != torch.float32:
+    expected = (max_rows, 2, head_dim // 2)
+    if table.shape != expected or table.dtype != torch.float32 or not table.is_contiguous():
         raise ValueError(
-            f"rotary: frequencies are {frequencies.dtype} {tuple(frequencies.shape)}, head_dim "
-            f"{head_dim} needs float32 [{head_dim // 4}]"
+            f"rotary: the table is {table.dtype} {tuple(table.shape)}, head_dim {head_dim} needs "
+            f"contiguous float32 {expected}"
         )
     if max_rows == 0:
         return qkv
     rotary_kernel[(num_programs(qkv.device, 2 * max_rows, PROGRAMS_PER_MULTIPROCESSOR),)](
         qkv,
-        coords,
-        frequencies,
+        table,
         num_rows,
         qkv.stride(0),
         max_rows,
         HEADS=num_heads,
         HEAD_DIM=head_dim,
         BLOCK_HEADS=triton.next_power_of_2(num_heads),
-        BLOCK_PAIRS=triton.next_power_of_2(head_dim // 2),
-        num_warps=2,
+        BLOCK_DIM=triton.next_power_of_2(head_dim),
+        num_warps=1,
     )
     return qkv
 
 
 def rotary_reference(
     qkv: Tensor,  # [P, 3, H, D]
-    coords: Tensor,  # [P, 4]
-    frequencies: Tensor,  # [D / 4]
+    table: Tensor,  # [P, 2, D / 2]
     num_rows: Tensor | None = None,
 ) -> Tensor:
     """Rotate q and k of `qkv` in place and return it.
 
     Args:
         qkv: packed projections [P, 3, H, D]; D a multiple of 4.
-        coords: int32 [P, 4], (row, col, h, w) of each patch.
-        frequencies: float32 [D / 4], `rotary_frequencies`.
+        table: float32 [P, 2, D / 2], `rotary_table`.
         num_rows: int32 [1] on the device; rows past it need not be computed.
     """
-    angles = (coords[:, :2].float()[:, :, None] * frequencies).flatten(1)  # [P, D / 2]
-    cos, sin = angles.cos()[:, None, None], angles.sin()[:, None, None]
+    cos, sin = table[:, :, None, None].unbind(1)  # [P, 1, 1, D / 2]
     first, second = qkv[:, :2].float().chunk(2, dim=-1)
     qkv[:, :2] = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     return qkv

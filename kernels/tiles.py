@@ -5,25 +5,31 @@ tile shapes. The kernel reads the real row count on the device and takes `small`
 `large` above, so a graph captured for many rows still fits when it is replayed with few.
 """
 
+import enum
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 
 from vitgraph.kernels.launch import Capability
 
 
-class Layer(Enum):
-    """Shape classes: is the layer wide (N > 2048), is it deep (K > 2048)."""
+class Layer(enum.Enum):
+    """Shape classes: by width (above 2048 columns) and depth (above 2048)."""
 
-    PROJECTION = (False, False)
-    EXPAND = (True, False)  # qkv and fc1
-    REDUCE = (False, True)  # fc2
-    MERGE = (True, True)  # both layers of a merger
+    PROJECTION = enum.auto()  # narrow, shallow; also the patch embedding
+    QKV = enum.auto()  # wide, shallow, three times its input
+    EXPAND = enum.auto()  # wide, shallow: fc1
+    REDUCE = enum.auto()  # narrow, deep: fc2
+    MERGE = enum.auto()  # wide, deep: both layers of a merger
 
     @classmethod
     def of(cls, out_features: int, in_features: int) -> "Layer":
-        return cls((out_features > 2048, in_features > 2048))
+        wide, deep = out_features > 2048, in_features > 2048
+        if wide and not deep:
+            return cls.QKV if out_features == 3 * in_features else cls.EXPAND
+        if wide:
+            return cls.MERGE
+        return cls.REDUCE if deep else cls.PROJECTION
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class LinearConfig:
             products of the other, but the hardware puts neighbours on one SM: with fewer tiles than
             programs, half the SMs would idle.
         descriptors: load through tensor descriptors.
-        hopper_rows: the least count for which linear_sm90 is faster, None for never.
+        hopper_rows: the least capacity from which linear_sm90 is faster, None for never.
     """
 
     large: Tile
@@ -78,11 +84,17 @@ _ALONE = Tile(128, 128, 64, stages=5, parts=2)
 # NVIDIA H200, bf16, triton 3.6. Up to 448 rows the small tiles, at N = 1152 up to 1792 the large
 # ones, are one round on 132 SMs.
 SM90 = (
-    Row(Layer.PROJECTION, 0, _sm90(Tile(64, 64, 128, stages=4))),
+    Row(Layer.PROJECTION, 0, _sm90(Tile(64, 64, 128, stages=4), hopper_rows=1793)),
     Row(Layer.PROJECTION, 449, _sm90(_ALONE, Tile(64, 64, 128, stages=4), 448, hopper_rows=1793)),
+    Row(Layer.QKV, 0, _sm90(Tile(64, 256, 64, stages=4), hopper_rows=3585)),
+    Row(
+        Layer.QKV,
+        449,
+        _sm90(_PAIRED, Tile(64, 128, 64, stages=4), 448, programs_per_sm=2, hopper_rows=1793),
+    ),
     Row(Layer.EXPAND, 0, _sm90(Tile(64, 256, 64, stages=4))),
     Row(Layer.EXPAND, 449, _sm90(_PAIRED, Tile(64, 128, 64, stages=4), 448, programs_per_sm=2)),
-    Row(Layer.REDUCE, 0, _sm90(Tile(64, 64, 64, stages=6), programs_per_sm=2)),
+    Row(Layer.REDUCE, 0, _sm90(Tile(64, 64, 64, stages=6), programs_per_sm=2, hopper_rows=1793)),
     Row(Layer.REDUCE, 449, _sm90(_ALONE, Tile(64, 64, 64, stages=8), 448, hopper_rows=1793)),
     Row(Layer.MERGE, 0, _sm90(Tile(64, 64, 64, stages=6), programs_per_sm=2)),
     Row(Layer.MERGE, 129, _sm90(Tile(64, 128, 64, stages=4), programs_per_sm=2)),

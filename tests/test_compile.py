@@ -16,7 +16,7 @@ from vitgraph.kernels.layer_norm import layer_norm
 from vitgraph.kernels.layout import layout
 from vitgraph.kernels.offline import compiling_for
 from vitgraph.kernels.position_embedding import position_embedding
-from vitgraph.kernels.rotary import rotary, rotary_frequencies
+from vitgraph.kernels.rotary import rotary, rotary_frequencies, rotary_table
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -33,7 +33,8 @@ def launch_row_kernels(device, dtype, rows, slots, hidden, head_dim, heads=16):
     table = empty(48 * 48, hidden)
     position_embedding(empty(rows, hidden), table, batch.coords, batch.num_patches)
     frequencies = rotary_frequencies(head_dim, device=device)
-    rotary(empty(rows, 3, heads, head_dim), batch.coords, frequencies, batch.num_patches)
+    table = rotary_table(batch.coords, frequencies, batch.num_patches)
+    rotary(empty(rows, 3, heads, head_dim), table, batch.num_patches)
     for width, count in ((hidden, batch.num_patches), (4 * hidden, batch.num_tokens)):
         layer_norm(empty(rows, width), empty(width), empty(width), num_rows=count)
 

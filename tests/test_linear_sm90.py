@@ -13,12 +13,17 @@ ROWS = [
     pytest.param(300, 64, id="one_consumer"),
     pytest.param(300, 191, id="partial_tile"),
     pytest.param(192, 192, id="full_tile"),
-    pytest.param(9000, 2000, id="narrow_tiles"),
-    pytest.param(9000, 4096, id="wide_tiles_one_round"),
+    pytest.param(9000, 1, id="one_row_of_many"),
+    pytest.param(9000, 0, id="zero_rows_of_many"),
+    pytest.param(9000, 400, id="flat_tiles"),
+    pytest.param(9000, 448, id="most_flat_tiles"),
+    pytest.param(9000, 2000, id="tall_tiles_of_128"),
+    pytest.param(9000, 4096, id="tall_tiles_of_192_one_round"),
     pytest.param(9000, 8999, id="several_tiles_a_program"),
 ]
-# fc2; fc1, whose 4304 columns end inside a tile; fewer columns than a tile, fewer steps than stages
-LAYERS = [(1152, 4304), (4304, 1152), (72, 88)]
+# fc2; qkv; fc1, whose 4304 columns end inside a tile; fewer columns than a tile, fewer steps than
+# stages
+LAYERS = [(1152, 4304), (3456, 1152), (4304, 1152), (72, 88)]
 
 
 @pytest.fixture
@@ -80,19 +85,13 @@ def test_nan_stays_in_its_row(linear_sm90, rng):
     assert dirty[500].isnan().all()
 
 
-def test_few_rows_are_left_alone(linear_sm90, rng):
-    x, weight, bias, _ = make_layer(rng, 600, 1152, 1152, torch.bfloat16)
-    out = torch.full((600, 1152), float("nan"), dtype=x.dtype, device=x.device)
-    num_rows = torch.tensor([512], dtype=torch.int32, device=x.device)
-    linear_sm90(x, weight, bias, None, None, num_rows, out, least_rows=512)
-    assert out.isnan().all()
-
-
-def test_repeats_bitwise(linear_sm90, rng):
+@pytest.mark.parametrize("rows", [400, 1000, 8160])
+@pytest.mark.parametrize("layer", LAYERS[:2], ids=str)
+def test_repeats_bitwise(linear_sm90, rng, rows, layer):
     """A missing barrier would show as an error that moves."""
-    x, weight, bias, residual = make_layer(rng, 8160, 1152, 1152, torch.bfloat16)
+    x, weight, bias, residual = make_layer(rng, rows, *layer, torch.bfloat16)
     first, again = torch.empty_like(residual), torch.empty_like(residual)
     linear_sm90(x, weight, bias, None, residual, None, first)
     for _ in range(20):
-        linear_sm90(x, weight, bias, None, residual, None, again.zero_())
+        linear_sm90(x, weight, bias, None, residual, None, again.fill_(float("nan")))
         assert torch.equal(again, first)
