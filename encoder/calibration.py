@@ -5,7 +5,6 @@ the whole capacity. Budgets come in steps of two, so a replay fills half of its 
 layer is timed with half of the rows and with all of them, and the smaller sum wins.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from vitgraph.encoder.attention import BACKENDS
 from vitgraph.encoder.operations import LAYERS, Plan
+from vitgraph.kernels.launch import side_stream
 from vitgraph.kernels.linear import Provider, linear, linear_providers
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _time_layer(
     encoder: "Qwen3VLVisionEncoder", name: str, num_patches: int
 ) -> dict[Provider, float]:
     """Microseconds of each provider: the mean of a half full and a full capacity."""
-    module, activation, per_token, has_residual = _layer(encoder, name)
+    module, activation, per_token, has_residual = layer_of(encoder, name)
     rows = num_patches // encoder.config.spatial_merge_size**2 if per_token else num_patches
     weight, bias = module.weight, module.bias
     dtype = encoder.pixel_dtype if name == "embed" else encoder.dtype
@@ -84,7 +84,7 @@ def _time_layer(
     return times
 
 
-def _layer(encoder: "Qwen3VLVisionEncoder", name: str) -> tuple:
+def layer_of(encoder: "Qwen3VLVisionEncoder", name: str) -> tuple:
     """(module, activation, one row a token, residual) of a layer in LAYERS."""
     block, merger = encoder.blocks[0], encoder.merger
     return {
@@ -123,17 +123,11 @@ def _time_attention(
     return times
 
 
-@functools.cache
-def _stream(device: int) -> torch.cuda.Stream:
-    """One for all measurements: cuBLAS keeps a workspace for every stream it has seen."""
-    return torch.cuda.Stream(device)
-
-
 def _microseconds(
     call: Callable[[], object], num_rows: Tensor | None = None, rows: Sequence[int] = (0,)
 ) -> float:
     """Median time of one call inside a replayed graph, summed over the row counts."""
-    stream = _stream(torch.cuda.current_device())
+    stream = side_stream(torch.device("cuda", torch.cuda.current_device()))
     stream.wait_stream(torch.cuda.current_stream())
     total = 0.0
     with torch.cuda.stream(stream):

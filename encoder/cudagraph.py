@@ -60,6 +60,16 @@ class EncoderCudaGraphReplayBuffers:
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
+# One batch for each way that tiles, attention and layout are chosen by size: one token, a small
+# image, a larger one, a page, many short frames, more items than 64.
+EAGER_SHAPES: tuple[list[Grid], ...] = (
+    [(1, 2, 2)],
+    [(1, 20, 20)],
+    [(1, 32, 32)],
+    [(1, 64, 64)],
+    [(8, 20, 20)],
+    [(1, 2, 2)] * 65,
+)
 # cuBLAS keeps 32 MB for a stream; parts of split attention items take 20 MB.
 WORKSPACE_BYTES = 52 << 20
 
@@ -246,6 +256,13 @@ class EncoderCudaGraphMixin:
             max_sequences = len(seqlens)
         layout = self.make_layout(grid_thw, len(pixels), max_sequences, seqlens)
         return self.encode(pixels, layout, out, mm_kwargs["plan"])
+
+    def warm_up_encoder_eager(self) -> None:
+        """Run every kernel that an eager forward may choose, so that a miss compiles nothing."""
+        if self.device.type == "cuda":
+            for grids in EAGER_SHAPES:
+                batch = self.make_encoder_inputs(grids)
+                self(batch["pixel_values"], grids)
 
     def encoder_eager_forward(self, mm_kwargs: dict[str, Any]) -> Tensor:
         """The forward for a batch that no graph serves."""

@@ -10,9 +10,12 @@ from dataclasses import replace
 
 import torch
 
+from vitgraph.encoder.calibration import layer_of
 from vitgraph.encoder.config import VisionConfig
+from vitgraph.encoder.cudagraph import EAGER_SHAPES
 from vitgraph.encoder.model import Qwen3VLVisionEncoder
-from vitgraph.encoder.operations import LAYERS, TRITON
+from vitgraph.encoder.operations import LAYERS, TRITON, Plan
+from vitgraph.kernels.linear import Provider, linear_providers
 from vitgraph.kernels.offline import CompiledKernel, compiling_for
 
 
@@ -25,10 +28,8 @@ def precompile(
     dtype: torch.dtype = torch.bfloat16,
     pixel_dtype: torch.dtype | None = None,
 ) -> list[CompiledKernel]:
-    """Compile every kernel that a manager with these budgets may capture.
-
-    Eager forwards of other sizes share most of them; one with many short sequences or with more
-    than `max_items` items may still compile a kernel of its own.
+    """Compile every kernel that a manager with these budgets may capture, and those of eager
+    forwards.
 
     Args:
         arch: "sm_80", "sm_90", "sm_100".
@@ -43,15 +44,28 @@ def precompile(
     """
     encoder = Qwen3VLVisionEncoder(config, dtype=dtype, ops="torch", pixel_dtype=pixel_dtype)
     encoder.ops = TRITON
-    default = replace(encoder.plan, attention="triton")
-    plans = [default, replace(default, providers=dict.fromkeys(LAYERS, "triton"))]
+    encoder.plan = replace(encoder.plan, attention="triton")
     with compiling_for(arch) as compiled:
         for budget in budgets:
             patches = budget * config.spatial_merge_size**2
-            for plan in plans:
-                pixels = torch.empty(patches, config.patch_width, dtype=encoder.pixel_dtype)
-                grids = torch.zeros(max_items, 3, dtype=torch.int32)
-                layout = encoder.make_layout(grids, patches, budget)
-                out = torch.empty(budget, config.output_width, dtype=dtype)
-                encoder.encode(pixels, layout, out, plan)
+            pixels = torch.empty(patches, config.patch_width, dtype=encoder.pixel_dtype)
+            grids = torch.zeros(max_items, 3, dtype=torch.int32)
+            layout = encoder.make_layout(grids, patches, budget)
+            out = torch.empty(budget, config.output_width, dtype=dtype)
+            for provider in ("triton", "gluon"):
+                encoder.encode(pixels, layout, out, _plan_for(encoder, patches, provider))
+        for grids in EAGER_SHAPES:
+            encoder(encoder.make_encoder_inputs(grids)["pixel_values"], grids)
     return compiled
+
+
+def _plan_for(encoder: Qwen3VLVisionEncoder, patches: int, provider: Provider) -> Plan:
+    """Every layer by `provider`, or by its default where that is not offered."""
+    providers = {}
+    for name in LAYERS:
+        module, _, per_token, _ = layer_of(encoder, name)
+        rows = patches // encoder.config.spatial_merge_size**2 if per_token else patches
+        dtype = encoder.pixel_dtype if name == "embed" else encoder.dtype
+        offered = linear_providers(encoder.device, dtype, rows, *module.weight.shape)
+        providers[name] = provider if provider in offered else offered[0]
+    return replace(encoder.plan, providers=providers)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vitgraph.graphs.config import Limits
 from vitgraph.graphs.protocol import SupportsEncoderCudaGraph
+from vitgraph.kernels.launch import side_stream
 
 logger = logging.getLogger(__name__)
 
@@ -70,14 +71,13 @@ class BudgetGraphs:
         self._tensor_names: list[str] = []
         self._module_dicts: list[dict[str, nn.Module]] = []
         self._module_names: list[str] = []
-        self._stream: torch.cuda.Stream | None = None
         self._last_use: torch.cuda.Event | None = None
 
     def capture(self, budgets: Sequence[int]) -> None:
         """Capture `budgets`, largest first. One that does not fit the memory is dropped."""
         on_gpu = self.device.type == "cuda"
         pool = torch.cuda.graph_pool_handle() if on_gpu else None
-        stream = self._capturing_stream() if on_gpu else None
+        stream = _capturing_stream(self.device) if on_gpu else None
         dropped = []
         for budget in sorted(budgets, reverse=True):
             before = self._memory_in_use()
@@ -256,15 +256,6 @@ class BudgetGraphs:
                     metadata.output_buffer.copy_(captured)
         torch.cuda.current_stream(self.device).wait_stream(stream)
 
-    def _capturing_stream(self) -> torch.cuda.Stream:
-        """The calling stream, unless that is the default one, which cannot be captured. Then one
-        for all captures: cuBLAS keeps a workspace for every stream it has seen."""
-        current = torch.cuda.current_stream(self.device)
-        if current != torch.cuda.default_stream(self.device):
-            return current
-        self._stream = self._stream or torch.cuda.Stream(self.device)
-        return self._stream
-
     def _memory_in_use(self) -> int:
         """Bytes; on the CPU those of the static buffers."""
         if self.device.type == "cuda":
@@ -277,6 +268,12 @@ class BudgetGraphs:
             for tensor in (graph.input_buffer, *graph.metadata_buffers.values())
         }
         return sum(storages.values())
+
+
+def _capturing_stream(device: torch.device) -> torch.cuda.Stream:
+    """The calling stream, unless that is the default one, which cannot be captured."""
+    current = torch.cuda.current_stream(device)
+    return current if current != torch.cuda.default_stream(device) else side_stream(device)
 
 
 def _prefix(large: Tensor, small: Tensor) -> Tensor:

@@ -134,6 +134,8 @@ class EncoderCudaGraphManager:
             self._settle()
             graphs = BudgetGraphs(self.model, self._requested, self.device, self.dtype)
             graphs.capture(self._requested.budgets)
+            if (warm_up := getattr(self.model, "warm_up_encoder_eager", None)) is not None:
+                warm_up()
             self._graphs = graphs
             captured = tuple(sorted(graphs.by_budget))
             self.limits = replace(self._requested, budgets=captured or self._requested.budgets)

@@ -1,6 +1,7 @@
 """What launches share: the GPU they are for, how many programs it takes, the row count."""
 
 import functools
+import threading
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -47,6 +48,17 @@ def _cuda_multiprocessors(device: torch.device) -> int:
 def on_device(device: torch.device) -> AbstractContextManager:
     """Make `device` the current one: Triton launches there, wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream a thread, for captures and measurements: cuBLAS keeps a workspace of 32 MB for
+    every stream it has seen."""
+    return _side_stream(device, threading.get_ident())
+
+
+@functools.cache
+def _side_stream(device: torch.device, thread: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def num_programs(device: torch.device, max_rows: int, per_multiprocessor: int) -> int:

@@ -126,8 +126,8 @@ def layout(
     merge_size: int = 2,
     seqlens: tuple[int, ...] | None = None,
 ) -> Layout:
-    """`layout_reference` as one kernel. Compiled once for each power of two of slots from 64 up; a
-    scan of more than MAX_SLOTS would not fit the registers, and runs in torch."""
+    """`layout_reference` as one kernel, compiled twice: for up to 64 slots and for up to MAX_SLOTS.
+    A scan of more would not fit the registers, and runs in torch."""
     if not grid_thw.is_contiguous():
         raise ValueError(f"layout: grid_thw must be contiguous, strides are {grid_thw.stride()}")
     num_slots = grid_thw.shape[0]
@@ -145,7 +145,7 @@ def layout(
         num_patches,
         max_sequences,
         MERGE=merge_size,
-        LEVELS=max(6, (num_slots - 1).bit_length()),
+        LEVELS=6 if num_slots <= 64 else MAX_SLOTS.bit_length() - 1,
         BLOCK=BLOCK,
         num_warps=4,
     )

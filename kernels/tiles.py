@@ -90,7 +90,7 @@ SM90 = (
     Row(
         Layer.QKV,
         449,
-        _sm90(_PAIRED, Tile(64, 128, 64, stages=4), 448, programs_per_sm=2, hopper_rows=1793),
+        _sm90(_PAIRED, Tile(64, 128, 64, stages=4), 448, programs_per_sm=2, hopper_rows=3585),
     ),
     Row(Layer.EXPAND, 0, _sm90(Tile(64, 256, 64, stages=4))),
     Row(Layer.EXPAND, 449, _sm90(_PAIRED, Tile(64, 128, 64, stages=4), 448, programs_per_sm=2)),

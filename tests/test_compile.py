@@ -77,6 +77,7 @@ def test_batch_sizes_are_not_specialised():
     assert names == {
         "layout_kernel": 1,
         "position_embedding_kernel": 1,
+        "rotary_table_kernel": 1,
         "rotary_kernel": 1,
         "layer_norm_kernel": 2,  # patches and tokens
     }

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 
 def precompile(cache, *arguments: str) -> subprocess.CompletedProcess:
@@ -33,6 +34,30 @@ def test_every_kernel_of_the_8b_tower_compiles_without_spills(arch, tmp_path) ->
     assert precompile(tmp_path, *arguments).returncode == 0
     assert sorted(tmp_path.rglob("*.cubin")) == binaries
     assert [file.stat().st_mtime_ns for file in binaries] == stamps
+
+
+START = """
+import torch
+from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
+from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager
+encoder = Qwen3VLVisionEncoder.random(GEOMETRIES["2b"], device="cuda", dtype=torch.bfloat16)
+EncoderCudaGraphManager(encoder, CompilationConfig(True, (64, 512), 8)).capture()
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+def test_a_precompiled_start_compiles_nothing(tmp_path) -> None:
+    major, minor = torch.cuda.get_device_capability()
+    arguments = ("--arch", f"sm_{major}{minor}", "--geometry", "2b", "--budgets", "64", "512")
+    run = precompile(tmp_path, *arguments)
+    assert run.returncode == 0, run.stdout + run.stderr
+    binaries = sorted(tmp_path.rglob("*.cubin"))
+    assert len(binaries) >= 10
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", START], env=environment, check=True)
+    new = [file.name for file in sorted(tmp_path.rglob("*.cubin")) if file not in binaries]
+    assert not new
 
 
 def test_mistakes(tmp_path) -> None:

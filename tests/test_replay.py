@@ -119,6 +119,26 @@ def test_nothing_compiles_after_capture(manager, batch, monkeypatch) -> None:
     assert not compiled
 
 
+def test_misses_compile_nothing_either(manager, batch, monkeypatch) -> None:
+    import triton
+
+    compiled = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **kwargs: compiled.append(kwargs)
+    )
+    generator = random.Random(3)
+    for grids in (
+        [(1, 96, 128)],
+        [(24, 20, 24)],
+        [(1, 2, 4)] * 100,
+        [(40, 2, 2)],
+        *(random_grids(generator, 4000) for _ in range(30)),
+    ):
+        mm_kwargs = batch(grids, device="cuda", dtype=torch.bfloat16)
+        manager.model(mm_kwargs["pixel_values"], mm_kwargs["image_grid_thw"])
+    assert not compiled
+
+
 def test_float32_is_captured(reference, tools, batch) -> None:
     encoder = Qwen3VLVisionEncoder.from_transformers(copy.deepcopy(reference).cuda())
     manager = EncoderCudaGraphManager(encoder, CompilationConfig(True, (64, 512), 8))
