@@ -80,7 +80,7 @@ def capability(name: str, heads: Heads, device: torch.device) -> Capability:
     if name == "flash_attn":
         return attention_flash.capability(heads, device)
     if name == "flashinfer":
-        return attention_flashinfer.capability(heads, device)
+        return attention_flashinfer.serving(heads, device)[0]
     if name == "sdpa":
         return Capability("sdpa", "torch", True, "reads lengths on the host", capturable=False)
     reason = ""

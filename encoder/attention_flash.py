@@ -117,12 +117,17 @@ PROVIDERS = (
 )
 
 
+@functools.cache
+def load(provider: Provider, heads: Heads) -> Varlen:
+    """Once: vLLM's choice of a version is to be what it was when the encoder was built."""
+    return provider.load(heads)
+
+
 def build_with(provider: Provider) -> Build:
     """The backend on one provider."""
 
     def build(layout: Layout, heads: Heads) -> Attend:
-        varlen, offsets = provider.load(heads), layout.cu_seqlens
-        longest = layout.max_seqlen
+        varlen, offsets, longest = load(provider, heads), layout.cu_seqlens, layout.max_seqlen
 
         def attend(qkv: Tensor) -> Tensor:
             q, k, v = qkv.unbind(1)

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from vitgraph.encoder.attention_flash import describe, is_installed
-from vitgraph.encoder.attention_trial import Attend, Capability, Heads, guarded, try_out
+from vitgraph.encoder.attention_trial import (
+    Attend,
+    Build,
+    Capability,
+    Heads,
+    guarded,
+    try_out,
+)
 from vitgraph.kernels.layout import Layout
 
 WORKSPACE_BYTES = 128 << 20  # what FlashInfer documents as enough
@@ -19,8 +26,11 @@ MIN_SLOTS, MIN_LENGTH = 8, 1024
 PACKAGES = {"flashinfer": "flashinfer-python", "cudnn": "nvidia-cudnn-frontend"}  # by module
 
 
-def build(layout: Layout, heads: Heads) -> Attend:
+def build(layout: Layout, heads: Heads, copies: bool = False) -> Attend:
     """Offsets and workspace once per forward; inside a capture they live in the graph's pool.
+
+    Args:
+        copies: hand q and k over contiguous, for a cuDNN that cannot read them from qkv.
 
     Raises:
         ValueError: more rows than int32 offsets in elements can reach.
@@ -36,17 +46,20 @@ def build(layout: Layout, heads: Heads) -> Attend:
             f"{heads.dim} with int32 offsets, got {num_patches}"
         )
     num_sequences = offsets.shape[0] - 1
-    # One more than a power of two: FlashInfer up to 0.6 finds plans by shape but not by strides,
-    # and vLLM's own tower, which has multiples of 8, lays q and k out differently.
-    slots = _round_up(num_sequences, MIN_SLOTS) + 1
+    # FlashInfer up to 0.6 finds plans by shape but not by strides: ours must differ in shape from
+    # each other, and from those of vLLM's own tower, which has multiples of 8 and other strides.
+    slots = _round_up(num_sequences, MIN_SLOTS) + 1 + copies
     padded = torch.cat([offsets, offsets[-1:].expand(slots - num_sequences)])
     lengths = padded.diff().view(-1, 1, 1, 1)
     in_qkv, in_out = ((padded * n).view(-1, 1, 1, 1) for n in (3 * width, width))
+    in_qk = in_out if copies else in_qkv
     longest = _round_up(layout.max_seqlen, MIN_LENGTH)
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=offsets.device)
 
     def attend(qkv: Tensor) -> Tensor:
         q, k, v = qkv.unbind(1)
+        if copies:
+            q, k = q.contiguous(), k.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         cudnn_batch_prefill_with_kv_cache(
             q,
@@ -60,8 +73,8 @@ def build(layout: Layout, heads: Heads) -> Attend:
             actual_seq_lens_kv=lengths,
             causal=False,
             return_lse=False,
-            batch_offsets_q=in_qkv,
-            batch_offsets_k=in_qkv,
+            batch_offsets_q=in_qk,
+            batch_offsets_k=in_qk,
             batch_offsets_v=in_qkv,
             batch_offsets_o=in_out,
             out=out,
@@ -72,30 +85,37 @@ def build(layout: Layout, heads: Heads) -> Attend:
 
 
 @functools.cache
-def capability(heads: Heads, device: torch.device) -> Capability:
-    """Whether FlashInfer serves; tried out once."""
+def serving(heads: Heads, device: torch.device) -> tuple[Capability, Build]:
+    """Whether FlashInfer serves, and how; tried out once."""
     answer = functools.partial(Capability, "flashinfer", "flashinfer-python")
     if device.type != "cuda" or heads.dtype not in (torch.float16, torch.bfloat16):
-        return answer(False, f"needs CUDA and bf16 or fp16, not {device.type} {heads.dtype}")
-    for module, package in (
-        ("flashinfer", "flashinfer-python"),
-        ("cudnn", "nvidia-cudnn-frontend"),
-    ):
+        reason = f"needs CUDA and bf16 or fp16, not {device.type} {heads.dtype}"
+        return answer(False, reason), build
+    for module, package in PACKAGES.items():
         if not is_installed(module):
-            return answer(False, f"{package} is not installed")
-    try:
-        isolates = try_out(build, heads, device)
-    except Exception as error:
-        return answer(False, describe(error))
-    return answer(True, "" if isolates else "a NaN reaches the item before", isolates=isolates)
+            return answer(False, f"{package} is not installed"), build
+    remarks = []
+    for copies in (False, True):
+        way = functools.partial(build, copies=copies)
+        try:
+            isolates = try_out(way, heads, device)
+        except Exception as error:
+            remarks.append(describe(error))
+            continue
+        remarks = ["q and k are copied"] * copies + ["a NaN reaches the item before"] * (
+            not isolates
+        )
+        served = answer(True, "; ".join(remarks), isolates=isolates)
+        return served, way if isolates else guarded(way)
+    return answer(False, "; ".join(dict.fromkeys(remarks))), build
 
 
 def flashinfer(layout: Layout, heads: Heads) -> Attend:
     """Attend with FlashInfer."""
-    chosen = capability(heads, layout.cu_seqlens.device)
+    chosen, way = serving(heads, layout.cu_seqlens.device)
     if not chosen.ok:
         raise ValueError(f"attention backend 'flashinfer': {chosen.reason}")
-    return (build if chosen.isolates else guarded(build))(layout, heads)
+    return way(layout, heads)
 
 
 def _round_up(number: int, least: int) -> int:

@@ -106,7 +106,7 @@ def _replay(build: Build, heads: Heads, qkv: Tensor) -> Tensor:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        build(layout, heads)(qkv)
+        build(layout, heads)(qkv.clone())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             out = build(layout, heads)(qkv)

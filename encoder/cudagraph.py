@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vitgraph.encoder.attention import FREE_OF_EMPTY_SEQUENCES
+from vitgraph.encoder.attention_flashinfer import WORKSPACE_BYTES
 from vitgraph.encoder.calibration import calibrate
 from vitgraph.encoder.inputs import Grid, Grids, check_grids, check_pixels
 
@@ -102,14 +103,15 @@ class EncoderCudaGraphMixin:
 
     def estimate_encoder_memory(self, token_budget: int) -> int:
         """Bytes of a captured budget: static pixels and output, and the activations at their peak
-        (two rows of the trunk and the widest of qkv and the MLP)."""
+        (two rows of the trunk and the widest of qkv and the MLP, FlashInfer's workspace)."""
         config = self.config
         patches = token_budget * config.spatial_merge_size**2
         widest = max(3 * config.hidden_size, config.intermediate_size)
         pixels = patches * config.patch_width * self.pixel_dtype.itemsize
         output = token_budget * config.output_width * self.dtype.itemsize
         activations = patches * (2 * config.hidden_size + widest) * self.dtype.itemsize
-        return pixels + output + activations
+        workspace = WORKSPACE_BYTES if self.plan.attention == "flashinfer" else 0
+        return pixels + output + activations + workspace
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
         """Describe the graph's inputs."""

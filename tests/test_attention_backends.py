@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitgraph.encoder import Qwen3VLVisionEncoder, attention, attention_flash, attention_flashinfer
+from vitgraph.encoder import Qwen3VLVisionEncoder, attention, attention_flash
 from vitgraph.encoder.attention_trial import Heads, guarded
 from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager
 from vitgraph.kernels.attention import attention_reference
@@ -30,11 +30,6 @@ GPU_LENGTHS = {
     "mixed_pack": [280, 3072, 1260, 8160, 936, 2304, 400],
     "60_of_64_empty": [400, 0, 1024, 64, 3] + [0] * 59,
 }
-BUILDS = {
-    "triton": attention.triton,
-    "flashinfer": attention_flashinfer.build,
-    "sdpa": attention.sdpa,
-}
 
 
 @pytest.fixture
@@ -47,12 +42,13 @@ def serving():
         if provider:
             answer = attention_flash.probe(PROVIDERS[provider], heads, CUDA)
             build = attention_flash.build_with(PROVIDERS[provider])
+            build = build if answer.isolates else guarded(build)
         else:
             answer = attention.capability(backend, heads, CUDA)
-            build = BUILDS[backend]
+            build = attention.BACKENDS[backend]
         if not answer.ok:
             pytest.skip(f"{name}: {answer.reason}")
-        return answer, build if answer.isolates else guarded(build)
+        return answer, build
 
     return find
 
@@ -200,19 +196,17 @@ PACKS = {
 
 @pytest.mark.parametrize("pack", PACKS)
 @pytest.mark.parametrize("name", ["triton", "flash_attn", "flashinfer", "auto"])
-def test_known_failures(name, pack, captured_managers, encoder, batch) -> None:
+def test_known_failures(name, pack, captured_managers, encoder) -> None:
     """KNOWN_FAILURES 1, 2, 3, 18 and 31: one frame at a time, in float32, is what is right."""
     manager, grids = captured_managers(name), PACKS[pack]
     before = manager.get_cumulative_stats()
-    mm_kwargs = batch(grids)
-    outputs = manager.execute(
-        {k: v if k != "pixel_values" else v.cuda() for k, v in mm_kwargs.items()}
-    )
     frames = [(1, h, w) for t, h, w in grids for _ in range(t)]
-    pixels = mm_kwargs["pixel_values"].split([h * w for _, h, w in frames])
-    alone = torch.cat([encoder(x, [grid]) for x, grid in zip(pixels, frames, strict=True)])
-    out = torch.cat(outputs).float().cpu()
-    assert (out - alone).norm() <= 3e-2 * alone.norm()
+    # Frames of different means: attending across them is ten times the rounding of bf16.
+    parts = [torch.randn(h * w, 1536) + 3 * torch.randn(1536) for _, h, w in frames]
+    mm_kwargs = {"pixel_values": torch.cat(parts), "image_grid_thw": grids}
+    outputs = torch.cat(manager.execute(mm_kwargs)).float().cpu()
+    alone = torch.cat([encoder(x, [grid]) for x, grid in zip(parts, frames, strict=True)])
+    assert (outputs - alone).norm() <= 1.5e-2 * alone.norm()
     after = manager.get_cumulative_stats()
     misses = after["graph_misses"] - before["graph_misses"]
     assert misses == (1 if pack == "frames_overflow" else 0)

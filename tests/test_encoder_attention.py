@@ -1,5 +1,6 @@
 """Attention backends without a GPU: how each library is called, tried out and chosen."""
 
+import functools
 import importlib.machinery
 import itertools
 import sys
@@ -109,7 +110,9 @@ def install(monkeypatch):
         for key, value in contents.items():
             monkeypatch.setattr(module, key, value, raising=False)
 
-    return add
+    attention_flash.load.cache_clear()
+    yield add
+    attention_flash.load.cache_clear()
 
 
 def install_fake(name: str, fake: FakeFlashAttention, install, version: int | None = 3) -> None:
@@ -181,8 +184,9 @@ class FakeCudnnPrefill:
         return out, None
 
 
+@pytest.mark.parametrize("copies", [False, True], ids=["views", "copies"])
 @pytest.mark.parametrize("sequences", [1, 8, 9, 64])
-def test_flashinfer_is_called_as_it_wants(sequences, install, poisoned_empty) -> None:
+def test_flashinfer_is_called_as_it_wants(sequences, copies, install, poisoned_empty) -> None:
     """Offsets in elements of qkv and of the output; slots and lengths from a few values only, the
     slots never a multiple of 8; rows past the last sequence unwritten."""
     fake = FakeCudnnPrefill()
@@ -191,11 +195,11 @@ def test_flashinfer_is_called_as_it_wants(sequences, install, poisoned_empty) ->
     real, rows = sum(lengths), sum(lengths) + 33
     qkv = make_qkv(rows, real=real)
     layout = make_layout(lengths, sequences, rows)
-    out = attention_flashinfer.build(layout, HEADS)(qkv)
+    out = attention_flashinfer.build(layout, HEADS, copies)(qkv)
     expected = attention.sdpa(make_layout(lengths, sequences, rows, captured=False), HEADS)(qkv)
     torch.testing.assert_close(out[:real], expected[:real])
     assert out[real:].isnan().all()
-    assert fake.shape == ({1: 9, 8: 9, 9: 17, 64: 65}[sequences], 1, 1, 1)
+    assert fake.shape == ({1: 9, 8: 9, 9: 17, 64: 65}[sequences] + copies, 1, 1, 1)
     assert fake.longest == 1024
 
 
@@ -260,7 +264,7 @@ def libraries(monkeypatch):
     trials: dict[str, bool | Exception] = {}
 
     def try_provider(build, heads, device) -> bool:
-        result = trials[build]
+        result = trials["flashinfer" if isinstance(build, functools.partial) else build]
         if isinstance(result, Exception):
             raise result
         return result
@@ -271,8 +275,7 @@ def libraries(monkeypatch):
         monkeypatch.setattr(module, "is_installed", lambda module: names[module] in trials)
         monkeypatch.setattr(module, "try_out", try_provider)
     monkeypatch.setattr(attention_flash, "build_with", lambda provider: provider.name)
-    monkeypatch.setattr(attention_flashinfer, "build", "flashinfer")
-    caches = attention_flash.probe, attention_flashinfer.capability
+    caches = attention_flash.probe, attention_flashinfer.serving
     for cache in caches:
         cache.cache_clear()
     yield trials
@@ -316,6 +319,22 @@ def test_asking_for_what_cannot_serve_says_why(libraries) -> None:
             attention.resolve_backend(name, HEADS, CUDA)
     with pytest.raises(ValueError, match="head_dim that is a multiple of 8 from 16 on, not 20"):
         attention.resolve_backend("triton", Heads(2, 20, torch.float32), CUDA)
+
+
+def test_flashinfer_copies_where_views_fail(libraries, monkeypatch) -> None:
+    tried = []
+
+    def try_views(build, heads, device) -> bool:
+        tried.append(build.keywords["copies"])
+        if not tried[-1]:
+            raise RuntimeError("strides")
+        return True
+
+    libraries["flashinfer"] = True
+    monkeypatch.setattr(attention_flashinfer, "try_out", try_views)
+    answer = attention.capability("flashinfer", BF16, CUDA)
+    assert (answer.ok, answer.reason, answer.isolates) == (True, "q and k are copied", True)
+    assert tried == [False, True]
 
 
 def test_names(libraries) -> None:
