@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitgraph.encoder import attention_flash, attention_flashinfer
-from vitgraph.encoder.attention_trial import Heads
+from vitgraph.encoder.attention_trial import TAIL, Heads
 from vitgraph.kernels.attention import attention, attention_config, attention_tiles
+from vitgraph.kernels.clear_tail import clear_tail
 from vitgraph.kernels.layout import Layout
 
 HEADS = Heads(16, 72, torch.bfloat16)
@@ -169,6 +170,12 @@ def test_tile_table(measure):
     offsets = make_layout([1024] * 8, 32768, 64, 1024).cu_seqlens
     config = attention_config(32768, 64, HEADS.dim, HEADS.dtype, offsets.device)
     measure("attention tile table", lambda: attention_tiles(offsets, 32768, HEADS.count, config))
+
+
+def test_clear_tail(measure):
+    """Before each call of a library that reads past the last sequence."""
+    qkv, num_rows = random_qkv(8192), torch.tensor([8000], dtype=torch.int32, device="cuda")
+    measure("clear_tail, 192 rows of v", lambda: clear_tail(qkv[:, 2], num_rows, TAIL))
 
 
 def summary(rows: dict) -> tuple[Table, dict]:

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vitgraph.encoder.attention_trial import Attend, Build, Capability, Heads, guarded, try_out
+from vitgraph.encoder.attention_trial import (
+    LEAKS,
+    Attend,
+    Build,
+    Capability,
+    Heads,
+    guarded,
+    try_out,
+)
 from vitgraph.kernels.layout import Layout
 
 # (q, k, v [P, H, D], offsets [S + 1], longest) -> [P, H, D]
@@ -150,7 +158,7 @@ def probe(provider: Provider, heads: Heads, device: torch.device) -> Capability:
         isolates = try_out(build_with(provider), heads, device)
     except Exception as error:
         return answer(False, describe(error))
-    return answer(True, "" if isolates else "a NaN reaches the item before", isolates=isolates)
+    return answer(True, "" if isolates else LEAKS, isolates=isolates)
 
 
 def capability(heads: Heads, device: torch.device) -> Capability:

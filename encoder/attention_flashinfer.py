@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vitgraph.encoder.attention_flash import describe, is_installed
 from vitgraph.encoder.attention_trial import (
+    LEAKS,
     Attend,
     Build,
     Capability,
@@ -94,20 +95,19 @@ def serving(heads: Heads, device: torch.device) -> tuple[Capability, Build]:
     for module, package in PACKAGES.items():
         if not is_installed(module):
             return answer(False, f"{package} is not installed"), build
-    remarks = []
+    errors = []
     for copies in (False, True):
         way = functools.partial(build, copies=copies)
         try:
             isolates = try_out(way, heads, device)
         except Exception as error:
-            remarks.append(describe(error))
+            errors.append(describe(error))
             continue
-        remarks = ["q and k are copied"] * copies + ["a NaN reaches the item before"] * (
-            not isolates
-        )
-        served = answer(True, "; ".join(remarks), isolates=isolates)
-        return served, way if isolates else guarded(way)
-    return answer(False, "; ".join(dict.fromkeys(remarks))), build
+        remarks = ["q and k are copied"] if copies else []
+        if not isolates:
+            remarks.append(LEAKS)
+        return answer(True, "; ".join(remarks), isolates=isolates), way
+    return answer(False, "; ".join(dict.fromkeys(errors))), build
 
 
 def flashinfer(layout: Layout, heads: Heads) -> Attend:
@@ -115,7 +115,7 @@ def flashinfer(layout: Layout, heads: Heads) -> Attend:
     chosen, way = serving(heads, layout.cu_seqlens.device)
     if not chosen.ok:
         raise ValueError(f"attention backend 'flashinfer': {chosen.reason}")
-    return way(layout, heads)
+    return (way if chosen.isolates else guarded(way))(layout, heads)
 
 
 def _round_up(number: int, least: int) -> int:

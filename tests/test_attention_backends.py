@@ -133,7 +133,9 @@ def test_replays_follow_the_offsets(name, serving) -> None:
     with torch.cuda.graph(graph, stream=stream):
         layers = forward()
     for lengths in ([1000, 3, 0, 2000], [64] * 16, [4096], [130, 1, 700], [2040, 2056]):
-        layout.cu_seqlens.copy_(make_layout(name, lengths, rows, slots).cu_seqlens)
+        other = make_layout(name, lengths, rows, slots)
+        layout.cu_seqlens.copy_(other.cu_seqlens)
+        layout.num_patches.copy_(other.num_patches)
         real = sum(lengths)
         qkv.copy_(clean)
         qkv[real:] = float("nan")

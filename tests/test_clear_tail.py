@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vitgraph.kernels.tail import clear_tail, clear_tail_reference
+from vitgraph.kernels.clear_tail import clear_tail, clear_tail_reference
 
 CASES = {"below": (40, 16), "to_the_end": (40, 60), "full": (100, 16), "none": (0, 5)}
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_rows"])
 def clear_tail_kernel(
     x_ptr,  # [P, ...], a row is WIDTH consecutive values
     num_rows_ptr,
