@@ -183,11 +183,14 @@ def flash_attn(layout: Layout, heads: Heads) -> Attend:
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be found; parents are imported, the module is not."""
+    """Whether a module can be found. Its parents are imported; where that fails for another reason
+    than their absence, loading will tell."""
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
+    except ModuleNotFoundError as error:
+        return error.name != module.split(".")[0]
+    except Exception:
+        return True
 
 
 def describe(error: Exception) -> str:

@@ -154,6 +154,17 @@ def test_vllm_without_a_version_for_this_gpu(install) -> None:
         PROVIDERS["vllm"].load(HEADS)
 
 
+def test_installed_means_found(install, monkeypatch, tmp_path) -> None:
+    """Broken is not absent: the trial then says what is wrong."""
+    for name in ("no_such_package", "no_such_package.part", "torch.no_such_part"):
+        assert not attention_flash.is_installed(name)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, code in (("broken_one", "import no_such_dependency"), ("broken_two", "1 / 0")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(code)
+        assert attention_flash.is_installed(f"{name}.part")
+
+
 class FakeCudnnPrefill:
     """FlashInfer's function in plain torch: reads and writes where the offsets in elements say."""
 
