@@ -47,10 +47,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_rows], config.stash[_ceilings] = [], {}
+    config.stash[_rows], config.stash[_ceilings], config.stash[_summaries] = [], {}, []
 
 
 _rows = pytest.StashKey[list[Row]]()
+_summaries = pytest.StashKey[list[tuple[Table, dict]]]()
 _ceilings = pytest.StashKey[dict[str, float]]()
 
 
@@ -71,6 +72,13 @@ def ceilings(request: pytest.FixtureRequest) -> dict[str, float]:
     measured = {"copy": 2 * source.nbytes / copy * 1e6, "matmul": 2 * size**3 / matmul * 1e6}
     request.config.stash[_ceilings] = measured
     return measured
+
+
+@pytest.fixture(scope="session")
+def summarise(request: pytest.FixtureRequest) -> Callable[[Table, dict], None]:
+    """`summarise(table, values)` prints a table after that of all rows; `--save` keeps the
+    values."""
+    return lambda table, values: request.config.stash[_summaries].append((table, values))
 
 
 @pytest.fixture
@@ -233,11 +241,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if config.getoption("compare"):
         saved = json.loads(config.getoption("compare").read_text())
         before = {row["name"]: row["median_us"] for row in saved["rows"]}
-    Console(width=160).print(_table(rows, header, before))
+    summaries = config.stash[_summaries]
+    Console(width=160).print(_table(rows, header, before), *(table for table, _ in summaries))
     if config.getoption("save"):
         RESULTS.mkdir(exist_ok=True)
         gpu = header["gpu"].replace(" ", "-").lower()
         path = RESULTS / f"{datetime.datetime.now():%Y-%m-%d-%H%M}-{gpu}.json"
         content = {**header, "rows": [asdict(row) for row in rows]}
+        content |= {str(table.title): values for table, values in summaries}
         path.write_text(json.dumps(content, indent=1) + "\n")
         terminalreporter.write_line(f"saved {path}")

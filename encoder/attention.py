@@ -1,33 +1,29 @@
 """Attention backends behind one function, on the packed qkv of all items.
 
 triton       ours; every dtype, no lengths on the host, empty capacity is free
-flash_attn   varlen FlashAttention: torch's own build of FlashAttention 2; CUDA, bf16 and fp16
+flash_attn   FlashAttention, from the first of vLLM's own build, fa3-fwd, flash-attn-4, flash-attn
+             and torch that serves; CUDA, bf16 and fp16
+flashinfer   cuDNN through FlashInfer; CUDA, bf16 and fp16
 sdpa         torch's scaled_dot_product_attention, frame by frame; lengths on the host, so it
              cannot be captured
+
+vLLM's names for them are accepted too. "auto" is `triton` on a GPU and `sdpa` elsewhere; a capture
+measures all that serve (calibration.py).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitgraph.encoder import attention_flash, attention_flashinfer
+from vitgraph.encoder.attention_trial import Attend, Build, Capability, Heads
 from vitgraph.kernels.attention import attention, attention_config, attention_tiles
 from vitgraph.kernels.launch import is_interpreted
 from vitgraph.kernels.layout import Layout
 
-Attend = Callable[[Tensor], Tensor]  # qkv [P, 3, H, D] -> [P, H * D]
-
-
-@dataclass(frozen=True)
-class Heads:
-    """What attention needs to know of a tower."""
-
-    count: int
-    dim: int
-    dtype: torch.dtype
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def triton(layout: Layout, heads: Heads) -> Attend:
@@ -38,20 +34,6 @@ def triton(layout: Layout, heads: Heads) -> Attend:
     config = attention_config(num_patches, expected, heads.dim, heads.dtype, offsets.device)
     tiles = attention_tiles(offsets, num_patches, heads.count, config, layout.num_sequences)
     return lambda qkv: attention(qkv, offsets, tiles=tiles)
-
-
-def flash_attn(layout: Layout, heads: Heads) -> Attend:
-    """FlashAttention reads the offsets on the device; its grid is sized by the longest sequence a
-    capacity allows, and every sequence slot pays for that."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    offsets, longest = layout.cu_seqlens, layout.max_seqlen
-
-    def attend(qkv: Tensor) -> Tensor:
-        q, k, v = qkv.unbind(1)
-        return varlen_attn(q, k, v, offsets, offsets, longest, longest).flatten(1)
-
-    return attend
 
 
 def sdpa(layout: Layout, heads: Heads) -> Attend:
@@ -76,30 +58,60 @@ def sdpa(layout: Layout, heads: Heads) -> Attend:
     return attend
 
 
-BACKENDS: dict[str, Callable[[Layout, Heads], Attend]] = {
+BACKENDS: dict[str, Build] = {
     "triton": triton,
-    "flash_attn": flash_attn,
+    "flash_attn": attention_flash.flash_attn,
+    "flashinfer": attention_flashinfer.flashinfer,
     "sdpa": sdpa,
+}
+VLLM_NAMES = {
+    "TRITON_ATTN": "triton",
+    "FLASH_ATTN": "flash_attn",
+    "FLASHINFER": "flashinfer",
+    "TORCH_SDPA": "sdpa",
 }
 # Backends whose cost does not depend on sequence slots that a batch leaves empty.
 FREE_OF_EMPTY_SEQUENCES = frozenset({"triton", "sdpa"})
 
 
-def resolve_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Choose for "auto", and refuse a backend that cannot serve this device and dtype.
+def capability(name: str, heads: Heads, device: torch.device) -> Capability:
+    """Whether a backend serves these heads on this device, and why not. A library is imported and
+    tried out, once."""
+    if name == "flash_attn":
+        return attention_flash.capability(heads, device)
+    if name == "flashinfer":
+        return attention_flashinfer.serving(heads, device)[0]
+    if name == "sdpa":
+        return Capability("sdpa", "torch", True, "reads lengths on the host", capturable=False)
+    reason = ""
+    if device.type != "cuda" and not is_interpreted():
+        reason = f"needs CUDA, not {device.type}"
+    elif heads.dim < 16 or heads.dim % 8:
+        reason = f"needs a head_dim that is a multiple of 8 from 16 on, not {heads.dim}"
+    return Capability("triton", "vitgraph", not reason, reason)
+
+
+def capabilities(heads: Heads, device: torch.device) -> list[Capability]:
+    """Every provider of every backend, for a table."""
+    providers = [attention_flash.probe(one, heads, device) for one in attention_flash.PROVIDERS]
+    names = ("triton", "flashinfer", "sdpa")
+    ours, flashinfer, torchs = (capability(name, heads, device) for name in names)
+    return [ours, *providers, flashinfer, torchs]
+
+
+def resolve_backend(name: str, heads: Heads, device: torch.device) -> str:
+    """Choose for "auto", translate vLLM's names, and refuse a backend that cannot serve.
 
     Raises:
         ValueError: naming the backend and what it cannot do.
     """
     if name == "auto":
         return "triton" if device.type == "cuda" else "sdpa"
+    name = VLLM_NAMES.get(name, name)
     if name not in BACKENDS:
-        raise ValueError(f"attention backend {name!r} is none of auto, {', '.join(BACKENDS)}")
-    on_gpu = device.type == "cuda"
-    if name == "triton" and not (on_gpu or is_interpreted()):
-        raise ValueError(f"attention backend 'triton' needs CUDA, not {device.type}")
-    if name == "flash_attn" and not (on_gpu and dtype in (torch.float16, torch.bfloat16)):
-        raise ValueError(
-            f"attention backend 'flash_attn' needs CUDA and bf16 or fp16, not {device.type} {dtype}"
-        )
+        known = ", ".join((*BACKENDS, *VLLM_NAMES))
+        raise ValueError(f"attention backend {name!r} is none of auto, {known}")
+    answer = capability(name, heads, device)
+    if not answer.ok:
+        raise ValueError(f"attention backend {name!r}: {answer.reason}")
     return name

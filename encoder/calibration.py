@@ -5,6 +5,7 @@ the whole capacity. Budgets come in steps of two, so a replay fills half of its 
 layer is timed with half of the rows and with all of them, and the smaller sum wins.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vitgraph.encoder.attention import BACKENDS
+from vitgraph.encoder.attention import BACKENDS, capability
+from vitgraph.encoder.attention_flash import describe
 from vitgraph.encoder.operations import LAYERS, Plan
 from vitgraph.kernels.launch import side_stream
 from vitgraph.kernels.linear import Provider, linear, linear_providers
@@ -46,8 +48,9 @@ def calibrate(
             providers[name] = min(times, key=times.__getitem__)
     plan = replace(encoder.plan, providers=providers)
     if auto_attention:
-        measured["attention"] = times = _time_attention(encoder, num_patches, max_sequences)
-        plan = replace(plan, attention=min(times, key=times.__getitem__))
+        times, left_out = _time_attention(encoder, num_patches, max_sequences)
+        measured["attention"] = times
+        plan = replace(plan, attention=min(times, key=times.__getitem__), left_out=left_out)
     return replace(plan, microseconds=measured)
 
 
@@ -100,8 +103,9 @@ def layer_of(encoder: "Qwen3VLVisionEncoder", name: str) -> tuple:
 
 def _time_attention(
     encoder: "Qwen3VLVisionEncoder", num_patches: int, max_sequences: int
-) -> dict[str, float]:
-    """Microseconds of each backend: one item that fills the capacity, and items of 512x512."""
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Microseconds of each backend that serves: one item that fills the capacity, and items of
+    512x512. And why the others were left out: a library may raise whatever it likes."""
     config, merge = encoder.config, encoder.config.spatial_merge_size
     shape = num_patches, 3, config.num_heads, config.head_dim
     qkv = torch.randn(shape, device=encoder.device, dtype=encoder.dtype)
@@ -115,18 +119,37 @@ def _time_attention(
         )
         for grid in grids
     ]
-    half = encoder.dtype in (torch.float16, torch.bfloat16)
-    times = {}
-    for name in ("triton", "flash_attn") if half else ("triton",):
-        calls = [BACKENDS[name](layout, encoder.heads) for layout in layouts]
-        times[name] = sum(_microseconds(lambda call=call: call(qkv)) for call in calls)
-    return times
+    times: dict[str, float] = {}
+    left_out: dict[str, str] = {}
+    for name, build in BACKENDS.items():
+        serves = capability(name, encoder.heads, encoder.device)
+        if not (serves.ok and serves.capturable and serves.isolates):
+            left_out[name] = serves.reason
+            continue
+        try:
+            times[name] = 0.0
+            for layout in layouts:
+                attend = build(layout, encoder.heads)
+                best = min((us for other, us in times.items() if other != name), default=math.inf)
+                times[name] += _microseconds(
+                    lambda attend=attend: attend(qkv), give_up=3 * best + 2000
+                )
+        except Exception as error:
+            if name == "triton":  # nothing else is sure to serve
+                raise
+            del times[name]
+            left_out[name] = describe(error)
+    return times, left_out
 
 
 def _microseconds(
-    call: Callable[[], object], num_rows: Tensor | None = None, rows: Sequence[int] = (0,)
+    call: Callable[[], object],
+    num_rows: Tensor | None = None,
+    rows: Sequence[int] = (0,),
+    give_up: float = math.inf,
 ) -> float:
-    """Median time of one call inside a replayed graph, summed over the row counts."""
+    """Median time of one call inside a replayed graph, summed over the row counts. A call that
+    takes longer than `give_up` is measured once, eagerly."""
     stream = side_stream(torch.device("cuda", torch.cuda.current_device()))
     stream.wait_stream(torch.cuda.current_stream())
     total = 0.0
@@ -134,6 +157,8 @@ def _microseconds(
         if num_rows is not None:
             num_rows.fill_(rows[0])
         call()
+        if give_up < math.inf and (once := _elapsed(call)) > give_up:
+            return once
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for _ in range(LAUNCHES):
@@ -141,14 +166,17 @@ def _microseconds(
         for count in rows:
             if num_rows is not None:
                 num_rows.fill_(count)
-            times = []
-            for _ in range(ROUNDS):
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                times.append(start.elapsed_time(end))
-            total += 1e3 * sorted(times)[ROUNDS // 2] / LAUNCHES
+            times = sorted(_elapsed(graph.replay) for _ in range(ROUNDS))
+            total += times[ROUNDS // 2] / LAUNCHES
     torch.cuda.current_stream().wait_stream(stream)
     return total
+
+
+def _elapsed(call: Callable[[], object]) -> float:
+    """Microseconds of one call on the current stream."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return 1e3 * start.elapsed_time(end)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vitgraph.encoder.attention import FREE_OF_EMPTY_SEQUENCES
+from vitgraph.encoder.attention_flashinfer import WORKSPACE_BYTES
 from vitgraph.encoder.calibration import calibrate
 from vitgraph.encoder.inputs import Grid, Grids, check_grids, check_pixels
 
@@ -71,7 +72,7 @@ EAGER_SHAPES: tuple[list[Grid], ...] = (
     [(1, 2, 2)] * 65,
 )
 # cuBLAS keeps 32 MB for a stream; parts of split attention items take 20 MB.
-WORKSPACE_BYTES = 52 << 20
+OUR_WORKSPACES = 52 << 20
 
 
 class EncoderCudaGraphMixin:
@@ -117,14 +118,15 @@ class EncoderCudaGraphMixin:
 
     def estimate_encoder_memory(self, token_budget: int) -> int:
         """Bytes of a captured budget: static pixels and output, and the activations at their peak
-        (four rows of the trunk and the wider of qkv and the MLP), and on a GPU the workspaces."""
+        (four rows of the trunk and the wider of qkv and the MLP), and the workspaces."""
         config = self.config
         patches = token_budget * config.spatial_merge_size**2
         widest = max(3 * config.hidden_size, config.intermediate_size)
         pixels = patches * config.patch_width * self.pixel_dtype.itemsize
         output = token_budget * config.output_width * self.dtype.itemsize
         activations = patches * (4 * config.hidden_size + widest) * self.dtype.itemsize
-        workspaces = WORKSPACE_BYTES if self.device.type == "cuda" else 0
+        workspaces = OUR_WORKSPACES if self.device.type == "cuda" else 0
+        workspaces += WORKSPACE_BYTES if self.plan.attention == "flashinfer" else 0
         return pixels + output + activations + workspaces
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:

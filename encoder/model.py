@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitgraph.encoder.attention import BACKENDS, Heads, resolve_backend
+from vitgraph.encoder.attention import BACKENDS, resolve_backend
+from vitgraph.encoder.attention_trial import Heads
 from vitgraph.encoder.checkpoint import load_vision_weights, open_checkpoint
 from vitgraph.encoder.config import VisionConfig
 from vitgraph.encoder.cudagraph import EncoderCudaGraphMixin
@@ -29,7 +30,7 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
     Args:
         config: geometry.
         device, dtype: of the parameters; dtype is float32, bfloat16 or float16.
-        attention: "auto" or a backend of `vitgraph.encoder.attention`.
+        attention: "auto" or a backend of `vitgraph.encoder.attention`, by our name or vLLM's.
         ops: "triton" kernels, plain "torch" operations, or "auto": Triton on a GPU.
         pixel_dtype: what graphs are captured for: None for `dtype`, or torch.uint8 for patches that
             are normalised on load; the eager forward takes both.
@@ -76,7 +77,7 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         frequencies = rotary_frequencies(self.config.head_dim, self.config.rope_theta, device)
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.ops = resolve_operations(ops, device)
-        self.plan = Plan(resolve_backend(attention, device, self.dtype))
+        self.plan = Plan(resolve_backend(attention, self.heads, device))
         self.auto_attention = attention == "auto"
         self.plans: dict[int, Plan] = {}
 

@@ -32,11 +32,13 @@ class Plan:
         attention: name of the attention backend.
         providers: of each linear layer in `LAYERS`; a layer that is missing takes the default.
         microseconds: what calibration measured, by layer and candidate.
+        left_out: attention backends that calibration did not measure, and why.
     """
 
     attention: str
     providers: dict[str, Provider] = field(default_factory=dict)
     microseconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,19 @@
 """`vitgraph doctor`: what is installed, what works on this machine, and why not."""
 
 import platform
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from vitgraph.encoder.attention import BACKENDS, resolve_backend
+from vitgraph.encoder.attention import DTYPES, capabilities
+from vitgraph.encoder.attention_trial import Capability, Heads
 from vitgraph.graphs.vllm_plugin.report import report
 
+NUM_HEADS, HEAD_DIM = 16, 72  # of the large towers
+DTYPE_NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 PACKAGES = (
     "vitgraph",
     "torch",
@@ -19,8 +23,10 @@ PACKAGES = (
     "huggingface_hub",
     "vllm",
     "flash-attn",
+    "flash-attn-4",
     "fa3-fwd",
     "flashinfer-python",
+    "nvidia-cudnn-frontend",
     "av",
 )
 
@@ -44,12 +50,7 @@ def doctor(console: Console) -> int:
         )
     console.print(devices, "")
 
-    backends = Table("backend", "device", "serves", title="attention", box=None)
-    backends.title_justify = "left"
-    for backend in BACKENDS:
-        for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
-            backends.add_row(backend, device, _serves(backend, device))
-    console.print(backends, "")
+    console.print(_attention(torch.device("cuda" if torch.cuda.is_available() else "cpu")), "")
     console.print(f"Hopper tier of the kernels: {_hopper()}", highlight=False)
     console.print(f"graphs: {_graphs()}", "", sep="\n", highlight=False)
     plugin = Table(title="vLLM", title_justify="left", box=None, show_header=False)
@@ -66,18 +67,24 @@ def _version(package: str) -> str:
         return "-"
 
 
-def _serves(backend: str, device: str) -> str:
-    """The dtypes a backend serves on a device, or why it serves none."""
-    served, reason = [], ""
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        try:
-            resolve_backend(backend, torch.device(device), dtype)
-            served.append(str(dtype).removeprefix("torch."))
-        except ValueError as error:
-            reason = str(error)
-    if not served:
-        return f"no: {reason}"
-    return ", ".join(served) + (" (eagerly)" if backend == "sdpa" else "")
+def _attention(device: torch.device) -> Table:
+    """Providers of each attention backend: the dtypes they serve on a device, or why none."""
+    title = f"attention on {device}, heads of {HEAD_DIM}"
+    table = Table("backend", "provider", "works here", "remarks", title=title, box=None)
+    table.title_justify = "left"
+    by_dtype = [capabilities(Heads(NUM_HEADS, HEAD_DIM, dtype), device) for dtype in DTYPES]
+    for answers in zip(*by_dtype, strict=True):
+        table.add_row(answers[0].backend, answers[0].provider, *_serves(answers))
+    return table
+
+
+def _serves(answers: Sequence[Capability]) -> tuple[str, str]:
+    """What one provider answers for `DTYPES`: those it serves, and a remark or the reasons."""
+    served = [name for answer, name in zip(answers, DTYPE_NAMES, strict=True) if answer.ok]
+    remarks = dict.fromkeys(a.reason for a in answers if a.ok == bool(served) and a.reason)
+    if served:
+        return ", ".join(served), "; ".join(remarks)
+    return "no", next(iter(remarks))
 
 
 def _hopper() -> str:

@@ -11,6 +11,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from vitgraph.encoder import attention
+from vitgraph.encoder.attention_trial import Capability
 from vitgraph.graphs import vllm_plugin
 from vitgraph.graphs.vllm_plugin import backends, wrapper
 from vitgraph.graphs.vllm_plugin.protocol import SHAPES
@@ -97,23 +99,28 @@ def test_shapes_differ() -> None:
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.mark.parametrize("has_vllms", [True, False], ids=["vllm_build", "torch_build"])
-def test_attention_of_vllm_is_ours(has_vllms, monkeypatch) -> None:
-    monkeypatch.setattr(backends, "_has_flash_attn", lambda: has_vllms)
-    monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
-    backends.BACKENDS.pop("vllm_flash_attn", None)
-    bf16 = torch.bfloat16
-    flash = "vllm_flash_attn" if has_vllms else "flash_attn"
-    assert backends.counterpart("FLASH_ATTN", CUDA, bf16) == flash
-    assert backends.counterpart("TRITON_ATTN", CUDA, bf16) == "triton"
-    assert backends.counterpart("TORCH_SDPA", CUDA, bf16) == "sdpa"
-    assert backends.counterpart("FLASHINFER", CUDA, bf16) in ("flashinfer", "triton")
+def test_attention_of_vllm_is_ours(monkeypatch) -> None:
+    """The same backend; ours where FlashInfer does not serve."""
+    bf16, failing = torch.bfloat16, {"flashinfer"}
+
+    def capability(name, heads, device):
+        assert (heads.count, heads.dim, heads.dtype, device) == (8, 64, bf16, CUDA)
+        return Capability(name, "fake", name not in failing, "is not installed")
+
+    monkeypatch.setattr(attention, "capability", capability)
+    ours = {name: backends.counterpart(name, CUDA, bf16, 8, 64) for name in backends.COUNTERPARTS}
+    assert ours == attention.VLLM_NAMES | {"FLASHINFER": "triton"}
+    failing.clear()
+    assert backends.counterpart("FLASHINFER", CUDA, bf16, 8, 64) == "flashinfer"
+    failing.update(("flashinfer", "triton"))
+    with pytest.raises(ValueError, match="'flashinfer': is not installed"):
+        backends.counterpart("FLASHINFER", CUDA, bf16, 8, 64)
 
 
 def test_attention_without_counterpart() -> None:
     with pytest.raises(ValueError, match="ROCM_AITER_FA has no counterpart"):
         backends.counterpart("ROCM_AITER_FA", CUDA, torch.bfloat16)
-    with pytest.raises(ValueError, match=r"'flash_attn' needs CUDA and bf16 or fp16, not cpu"):
+    with pytest.raises(ValueError, match=r"'flash_attn': needs CUDA and bf16 or fp16, not cpu"):
         backends.counterpart("FLASH_ATTN", CPU, torch.bfloat16)
 
 

@@ -210,7 +210,8 @@ def _adopt(tower: Any, vllm_config: Any, shape: ReleaseShape) -> SharedEncoder:
         raise ValueError(reason)
     if torch.version.hip is not None:
         raise ValueError("vitgraph is made for NVIDIA GPUs")
-    attention = counterpart(tower.attn_backend.name, tower.device, tower.dtype)
+    heads, head_dim = vision_config.num_heads, vision_config.hidden_size // vision_config.num_heads
+    attention = counterpart(tower.attn_backend.name, tower.device, tower.dtype, heads, head_dim)
     if not shape.item_specs and attention not in FREE_OF_EMPTY_SEQUENCES:
         # These releases cannot take a pack back that has more frames than a graph has slots.
         attention = "triton"

@@ -1,0 +1,199 @@
+"""FlashAttention on packed sequences, from whichever package is installed and works on this GPU.
+
+All read the offsets on the device. Their grids are sized by the longest sequence that the captured
+capacity allows, and every sequence slot pays for that.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vitgraph.encoder.attention_trial import (
+    LEAKS,
+    Attend,
+    Build,
+    Capability,
+    Heads,
+    guarded,
+    try_out,
+)
+from vitgraph.kernels.layout import Layout
+
+# (q, k, v [P, H, D], offsets [S + 1], longest) -> [P, H, D]
+Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A package with a varlen FlashAttention.
+
+    Attributes:
+        name: what pip installs.
+        module: what must be importable.
+        load: imports it; raises what it raises.
+    """
+
+    name: str
+    module: str
+    load: Callable[[Heads], Varlen]
+
+
+def load_vllm(heads: Heads) -> Varlen:
+    """vLLM's own build: FlashAttention 3 on Hopper, 4 on Blackwell, else 2; the version is vLLM's
+    choice, by flag or by itself."""
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    version = get_flash_attn_version(head_size=heads.dim)
+    if version is None:
+        raise ImportError("vLLM has no FlashAttention for this GPU")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> Tensor:
+        return flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            max_seqlen_q=longest,
+            cu_seqlens_q=offsets,
+            max_seqlen_k=longest,
+            cu_seqlens_k=offsets,
+            out=torch.empty(q.shape, dtype=q.dtype, device=q.device),
+            fa_version=version,
+        )
+
+    return attend
+
+
+def load_fa3_fwd(heads: Heads) -> Varlen:
+    """FlashAttention 3, forward only; its wheel has no fp16."""
+    from fa3_fwd_interface import flash_attn_varlen_func
+
+    return _positional(flash_attn_varlen_func)
+
+
+def load_flash_attn(heads: Heads) -> Varlen:
+    """FlashAttention 2."""
+    from flash_attn import flash_attn_varlen_func
+
+    return _positional(flash_attn_varlen_func)
+
+
+def load_flash_attn_4(heads: Heads) -> Varlen:
+    """FlashAttention 4; it returns the log-sum-exp too."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> Tensor:
+        result = flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q=offsets,
+            cu_seqlens_k=offsets,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+        )
+        return result[0] if isinstance(result, tuple) else result
+
+    return attend
+
+
+def load_torch(heads: Heads) -> Varlen:
+    """torch's FlashAttention 2."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return _positional(varlen_attn)
+
+
+def _positional(function: Callable[..., Tensor]) -> Varlen:
+    def attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> Tensor:
+        return function(q, k, v, offsets, offsets, longest, longest)
+
+    return attend
+
+
+# Tried in this order: what vLLM would run, then by generation, torch's own last.
+PROVIDERS = (
+    Provider("vllm", "vllm", load_vllm),
+    Provider("fa3-fwd", "fa3_fwd_interface", load_fa3_fwd),
+    Provider("flash-attn-4", "flash_attn.cute", load_flash_attn_4),
+    Provider("flash-attn", "flash_attn.flash_attn_interface", load_flash_attn),
+    Provider("torch", "torch.nn.attention.varlen", load_torch),
+)
+
+
+@functools.cache
+def load(provider: Provider, heads: Heads) -> Varlen:
+    """Once: vLLM's choice of a version is to be what it was when the encoder was built."""
+    return provider.load(heads)
+
+
+def build_with(provider: Provider) -> Build:
+    """The backend on one provider."""
+
+    def build(layout: Layout, heads: Heads) -> Attend:
+        varlen, offsets, longest = load(provider, heads), layout.cu_seqlens, layout.max_seqlen
+
+        def attend(qkv: Tensor) -> Tensor:
+            q, k, v = qkv.unbind(1)
+            return varlen(q, k, v, offsets, longest).flatten(1)
+
+        return attend
+
+    return build
+
+
+@functools.cache
+def probe(provider: Provider, heads: Heads, device: torch.device) -> Capability:
+    """Whether a provider serves; tried out once."""
+    answer = functools.partial(Capability, "flash_attn", provider.name)
+    if device.type != "cuda" or heads.dtype not in (torch.float16, torch.bfloat16):
+        return answer(False, f"needs CUDA and bf16 or fp16, not {device.type} {heads.dtype}")
+    if not is_installed(provider.module):
+        return answer(False, "not installed")
+    try:
+        isolates = try_out(build_with(provider), heads, device)
+    except Exception as error:
+        return answer(False, describe(error))
+    return answer(True, "" if isolates else LEAKS, isolates=isolates)
+
+
+def capability(heads: Heads, device: torch.device) -> Capability:
+    """The first provider that serves, or why none does."""
+    tried = []
+    for provider in PROVIDERS:
+        tried.append(probe(provider, heads, device))
+        if tried[-1].ok:
+            return tried[-1]
+    reasons = {one.reason for one in tried}
+    reason = "; ".join(f"{one.provider}: {one.reason}" for one in tried)
+    return Capability("flash_attn", "-", False, reasons.pop() if len(reasons) == 1 else reason)
+
+
+def flash_attn(layout: Layout, heads: Heads) -> Attend:
+    """Attend with the first provider that serves."""
+    chosen = capability(heads, layout.cu_seqlens.device)
+    if not chosen.ok:
+        raise ValueError(f"attention backend 'flash_attn': {chosen.reason}")
+    build = build_with(next(p for p in PROVIDERS if p.name == chosen.provider))
+    return (build if chosen.isolates else guarded(build))(layout, heads)
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be found. Its parents are imported; where that fails for another reason
+    than their absence, loading will tell."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError as error:
+        return error.name != module.split(".")[0]
+    except Exception:
+        return True
+
+
+def describe(error: Exception) -> str:
+    """One line for a table."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:120]}"

@@ -1,0 +1,396 @@
+"""Attention backends without a GPU: how each library is called, tried out and chosen."""
+
+import functools
+import importlib.machinery
+import itertools
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from vitgraph.encoder import attention, attention_flash, attention_flashinfer, calibration
+from vitgraph.encoder.attention_trial import LEAKS, Capability, Heads, guarded, try_out
+from vitgraph.kernels.layout import Layout
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+HEADS = Heads(2, 72, torch.float32)
+PROVIDERS = {provider.name: provider for provider in attention_flash.PROVIDERS}
+LENGTHS = [5, 40, 0, 12]
+SLOTS, ROWS = 6, 80
+
+
+def make_layout(lengths: list[int], slots: int, rows: int, captured: bool = True) -> Layout:
+    ends = torch.tensor([0, *lengths, *[0] * (slots - len(lengths))]).cumsum(0)
+    offsets = ends.to(torch.int32)
+    coords = torch.zeros(rows, 4, dtype=torch.int32)
+    longest, seqlens = (rows, None) if captured else (max(lengths), tuple(lengths))
+    count = torch.full_like(offsets[:1], slots)
+    return Layout(offsets[-1:], offsets[-1:] // 4, count, offsets, coords, longest, seqlens)
+
+
+def make_qkv(rows: int, heads: Heads = HEADS, real: int | None = None) -> Tensor:
+    """Random; NaN from row `real` on."""
+    qkv = torch.randn(rows, 3, heads.count, heads.dim).to(heads.dtype)
+    if real is not None:
+        qkv[real:] = float("nan")
+    return qkv
+
+
+def attend_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[L, H, D] each, non-causal."""
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(0, 1)
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, tile: int = 1) -> Tensor:
+    """A varlen FlashAttention in plain torch. Values are loaded `tile` rows at a time: a NaN in a
+    row that is none of the sequence's is multiplied by zero."""
+    out = torch.full(q.shape, float("nan"), dtype=q.dtype)
+    for start, end in itertools.pairwise(offsets.tolist()):
+        if end > start:
+            loaded = v[start : start + -(-(end - start) // tile) * tile]
+            rows = slice(start, end)
+            out[rows] = attend_rows(q[rows], k[rows], v[rows]) + 0 * loaded.sum(0)
+    return out
+
+
+class FakeFlashAttention:
+    """The entry points of the libraries; remembers the longest lengths it was told."""
+
+    def __init__(self) -> None:
+        self.calls = []
+
+    def attend(self, q, k, v, offsets, longest) -> Tensor:
+        assert q.stride() == k.stride() == v.stride() == (3 * 144, 72, 1)  # views of qkv
+        assert offsets.dtype == torch.int32 and offsets.shape == (SLOTS + 1,)
+        assert offsets.diff().max() <= longest
+        return varlen(q, k, v, offsets)
+
+    def positional(self, q, k, v, cu_q, cu_k, max_q, max_k) -> Tensor:
+        assert cu_q is cu_k
+        self.calls.append((max_q, max_k))
+        return self.attend(q, k, v, cu_q, max_q)
+
+    def of_vllm(
+        self, q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, *, out,
+        fa_version, causal=False, softmax_scale=None,
+    ) -> Tensor:  # fmt: skip
+        assert cu_seqlens_q is cu_seqlens_k and not causal and fa_version == 3
+        assert out.shape == q.shape and out.is_contiguous()
+        self.calls.append((max_seqlen_q, max_seqlen_k))
+        return out.copy_(self.attend(q, k, v, cu_seqlens_q, max_seqlen_q))
+
+    def of_cute(
+        self, q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
+        max_seqlen_k=None,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        assert qv is None and cu_seqlens_q is cu_seqlens_k
+        self.calls.append((max_seqlen_q, max_seqlen_k))
+        return self.attend(q, k, v, cu_seqlens_q, max_seqlen_q), None
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Put a module, and packages above it, where `import` finds them."""
+
+    def add(name: str, **contents) -> None:
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            path = ".".join(parts[:end])
+            module = sys.modules.get(path) if end < len(parts) else None
+            if module is None:
+                module = ModuleType(path)
+                module.__spec__ = importlib.machinery.ModuleSpec(path, None, is_package=True)
+                module.__path__ = []
+                monkeypatch.setitem(sys.modules, path, module)
+            if end > 1:
+                parent = sys.modules[".".join(parts[: end - 1])]
+                monkeypatch.setattr(parent, parts[end - 1], module, raising=False)
+        for key, value in contents.items():
+            monkeypatch.setattr(module, key, value, raising=False)
+
+    attention_flash.load.cache_clear()
+    yield add
+    attention_flash.load.cache_clear()
+
+
+def install_fake(name: str, fake: FakeFlashAttention, install, version: int | None = 3) -> None:
+    if name == "vllm":
+        install("vllm.vllm_flash_attn", flash_attn_varlen_func=fake.of_vllm)
+        install(
+            "vllm.v1.attention.backends.fa_utils",
+            get_flash_attn_version=lambda head_size: version,
+        )
+    elif name == "fa3-fwd":
+        install("fa3_fwd_interface", flash_attn_varlen_func=fake.positional)
+    elif name == "flash-attn":
+        install("flash_attn", flash_attn_varlen_func=fake.positional)
+        install("flash_attn.flash_attn_interface")
+    elif name == "flash-attn-4":
+        install("flash_attn.cute", flash_attn_varlen_func=fake.of_cute)
+    else:
+        install("torch.nn.attention.varlen", varlen_attn=fake.positional)
+
+
+@pytest.mark.parametrize("name", PROVIDERS)
+def test_each_flash_attention_is_called_as_it_wants(name, install) -> None:
+    """Views of qkv, offsets as they are, the capacity as longest length; equal to `sdpa`."""
+    fake, qkv, real = FakeFlashAttention(), make_qkv(ROWS), sum(LENGTHS)
+    install_fake(name, fake, install)
+    assert attention_flash.is_installed(PROVIDERS[name].module)
+    attend = attention_flash.build_with(PROVIDERS[name])(make_layout(LENGTHS, SLOTS, ROWS), HEADS)
+    out = attend(qkv)
+    expected = attention.sdpa(make_layout(LENGTHS, 4, ROWS, captured=False), HEADS)(qkv)
+    assert out.shape == (ROWS, 144)
+    torch.testing.assert_close(out[:real], expected[:real])
+    assert out[real:].isnan().all()
+    assert fake.calls == [(ROWS, ROWS)]
+
+
+def test_vllm_without_a_version_for_this_gpu(install) -> None:
+    install_fake("vllm", FakeFlashAttention(), install, version=None)
+    with pytest.raises(ImportError, match="no FlashAttention for this GPU"):
+        PROVIDERS["vllm"].load(HEADS)
+
+
+def test_installed_means_found(install, monkeypatch, tmp_path) -> None:
+    """Broken is not absent: the trial then says what is wrong."""
+    for name in ("no_such_package", "no_such_package.part", "torch.no_such_part"):
+        assert not attention_flash.is_installed(name)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, code in (("broken_one", "import no_such_dependency"), ("broken_two", "1 / 0")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(code)
+        assert attention_flash.is_installed(f"{name}.part")
+
+
+class FakeCudnnPrefill:
+    """FlashInfer's function in plain torch: reads and writes where the offsets in elements say."""
+
+    def __call__(
+        self, q, k, v, scale, workspace, *, max_token_per_sequence, max_sequence_kv,
+        actual_seq_lens_q, actual_seq_lens_kv, causal, return_lse, batch_offsets_q,
+        batch_offsets_k, batch_offsets_v, batch_offsets_o, out,
+    ):  # fmt: skip
+        assert not causal and not return_lse and scale == 72**-0.5
+        assert workspace.dtype == torch.uint8 and workspace.numel() == 128 << 20
+        lengths = actual_seq_lens_q
+        self.shape = self.slots, _, _, _ = tuple(lengths.shape)
+        self.longest, self.workspace = max_token_per_sequence, workspace
+        assert max_sequence_kv == max_token_per_sequence
+        assert actual_seq_lens_kv.equal(lengths) and lengths.dtype == torch.int32
+        for offsets in (batch_offsets_q, batch_offsets_k, batch_offsets_v, batch_offsets_o):
+            assert offsets.shape == (self.slots + 1, 1, 1, 1) and offsets.dtype == torch.int32
+        for slot, length in enumerate(lengths.flatten().tolist()):
+            assert 0 <= length <= max_token_per_sequence
+
+            def rows(x, offsets, slot=slot, length=length):
+                start = x.storage_offset() + offsets.flatten()[slot].item()
+                return x.as_strided((length, *x.shape[1:]), x.stride(), start)
+
+            if length:
+                inputs = ((q, batch_offsets_q), (k, batch_offsets_k), (v, batch_offsets_v))
+                rows(out, batch_offsets_o).copy_(attend_rows(*(rows(*one) for one in inputs)))
+        return out, None
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["views", "copies"])
+@pytest.mark.parametrize("sequences", [1, 8, 9, 64])
+def test_flashinfer_is_called_as_it_wants(sequences, copies, install, poisoned_empty) -> None:
+    """Offsets in elements of qkv and of the output; slots and lengths from a few values only, the
+    slots never a multiple of 8; rows past the last sequence unwritten."""
+    fake = FakeCudnnPrefill()
+    install("flashinfer.prefill", cudnn_batch_prefill_with_kv_cache=fake)
+    lengths = ([7, 0, 30, 1] * 16)[:sequences]
+    real, rows = sum(lengths), sum(lengths) + 33
+    qkv = make_qkv(rows, real=real)
+    layout = make_layout(lengths, sequences, rows)
+    out = attention_flashinfer.build(layout, HEADS, copies)(qkv)
+    expected = attention.sdpa(make_layout(lengths, sequences, rows, captured=False), HEADS)(qkv)
+    torch.testing.assert_close(out[:real], expected[:real])
+    assert out[real:].isnan().all()
+    assert fake.shape == ({1: 9, 8: 9, 9: 17, 64: 65}[sequences] + copies, 1, 1, 1)
+    assert fake.longest == 1024
+
+
+def test_flashinfer_keeps_one_workspace_a_forward(install) -> None:
+    fake = FakeCudnnPrefill()
+    install("flashinfer.prefill", cudnn_batch_prefill_with_kv_cache=fake)
+    attend = attention_flashinfer.build(make_layout(LENGTHS, SLOTS, ROWS), HEADS)
+    qkv, seen = make_qkv(ROWS), set()
+    for _ in range(3):
+        attend(qkv)
+        seen.add(fake.workspace.data_ptr())
+    assert len(seen) == 1
+
+
+def test_flashinfer_refuses_rows_beyond_its_offsets(install) -> None:
+    """KNOWN_FAILURES 14."""
+    install("flashinfer.prefill", cudnn_batch_prefill_with_kv_cache=FakeCudnnPrefill())
+    layout = SimpleNamespace(
+        cu_seqlens=torch.zeros(2, dtype=torch.int32),
+        coords=SimpleNamespace(shape=(621_379, 4)),
+        max_seqlen=621_379,
+    )
+    with pytest.raises(ValueError, match=r"reaches 621378 rows .* got 621379"):
+        attention_flashinfer.build(layout, Heads(16, 72, torch.bfloat16))
+
+
+def fake_build(tile: int = 1, scale: float = 1.0):
+    """A library as `try_out` sees it."""
+
+    def build(layout: Layout, heads: Heads):
+        return lambda qkv: scale * varlen(*qkv.unbind(1), layout.cu_seqlens, tile).flatten(1)
+
+    return build
+
+
+def test_a_trial_tells_who_isolates() -> None:
+    heads = Heads(2, 72, torch.bfloat16)
+    assert try_out(fake_build(), heads, CPU)
+    assert not try_out(fake_build(tile=128), heads, CPU)
+
+
+def test_a_trial_refuses_wrong_results() -> None:
+    with pytest.raises(ArithmeticError, match=r"eagerly, its error is 0\.1"):
+        try_out(fake_build(scale=1.1), Heads(2, 72, torch.bfloat16), CPU)
+
+
+def test_a_guard_clears_what_a_library_must_not_read(device) -> None:
+    """KNOWN_FAILURES 1: rows past the last sequence are whatever the memory held."""
+    if device.type == "cuda":
+        pytest.skip("the fake library runs on the CPU")
+    layout, real = make_layout(LENGTHS, SLOTS, ROWS), sum(LENGTHS)
+    qkv = make_qkv(ROWS, real=real)
+    unguarded = fake_build(tile=16)(layout, HEADS)(qkv.clone())
+    assert unguarded[:real].isnan().any()
+    out = guarded(fake_build(tile=16))(layout, HEADS)(qkv)
+    assert out[:real].isfinite().all()
+
+
+@pytest.fixture
+def libraries(monkeypatch):
+    """Which packages are installed, and what a trial of each does."""
+    trials: dict[str, bool | Exception] = {}
+
+    def try_provider(build, heads, device) -> bool:
+        result = trials["flashinfer" if isinstance(build, functools.partial) else build]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    names = {provider.module: provider.name for provider in PROVIDERS.values()}
+    names |= {"flashinfer": "flashinfer", "cudnn": "flashinfer"}
+    for module in (attention_flash, attention_flashinfer):
+        monkeypatch.setattr(module, "is_installed", lambda module: names[module] in trials)
+        monkeypatch.setattr(module, "try_out", try_provider)
+    monkeypatch.setattr(attention_flash, "build_with", lambda provider: provider.name)
+    caches = attention_flash.probe, attention_flashinfer.serving
+    for cache in caches:
+        cache.cache_clear()
+    yield trials
+    for cache in caches:
+        cache.cache_clear()
+
+
+BF16 = Heads(16, 72, torch.bfloat16)
+
+
+def test_the_first_that_serves_is_taken(libraries) -> None:
+    libraries.update({"torch": True, "fa3-fwd": False, "vllm": RuntimeError("no kernel\nimage")})
+    chosen = attention.capability("flash_attn", BF16, CUDA)
+    assert (chosen.ok, chosen.provider, chosen.isolates) == (True, "fa3-fwd", False)
+    assert chosen.reason == LEAKS
+    reasons = {one.provider: one.reason for one in attention.capabilities(BF16, CUDA)}
+    assert reasons["vllm"] == "RuntimeError: no kernel"
+    assert reasons["flash-attn"] == reasons["flash-attn-4"] == "not installed"
+    assert reasons["flashinfer-python"] == "flashinfer-python is not installed"
+
+
+def test_a_library_is_tried_once(libraries) -> None:
+    libraries["torch"] = True
+    assert attention.capability("flash_attn", BF16, CUDA).provider == "torch"
+    libraries["torch"] = RuntimeError("a second trial")
+    assert attention.capability("flash_attn", BF16, CUDA).provider == "torch"
+
+
+def test_asking_for_what_cannot_serve_says_why(libraries) -> None:
+    libraries["torch"] = RuntimeError("torch was built without it")
+    libraries["flashinfer"] = ArithmeticError("its error is 3")
+    with pytest.raises(ValueError, match=r"'flash_attn': vllm: not installed; .*torch: Runtime"):
+        attention.resolve_backend("flash_attn", BF16, CUDA)
+    with pytest.raises(ValueError, match="'flashinfer': ArithmeticError: its error is 3"):
+        attention.resolve_backend("FLASHINFER", BF16, CUDA)
+    for name in ("flash_attn", "flashinfer"):
+        message = f"'{name}': needs CUDA and bf16 or fp16, not "
+        with pytest.raises(ValueError, match=message + "cpu torch.bfloat16"):
+            attention.resolve_backend(name, BF16, CPU)
+        with pytest.raises(ValueError, match=message + "cuda torch.float32"):
+            attention.resolve_backend(name, HEADS, CUDA)
+    with pytest.raises(ValueError, match="head_dim that is a multiple of 8 from 16 on, not 20"):
+        attention.resolve_backend("triton", Heads(2, 20, torch.float32), CUDA)
+
+
+def test_flashinfer_copies_where_views_fail(libraries, monkeypatch) -> None:
+    tried = []
+
+    def try_views(build, heads, device) -> bool:
+        tried.append(build.keywords["copies"])
+        if not tried[-1]:
+            raise RuntimeError("strides")
+        return True
+
+    libraries["flashinfer"] = True
+    monkeypatch.setattr(attention_flashinfer, "try_out", try_views)
+    answer = attention.capability("flashinfer", BF16, CUDA)
+    assert (answer.ok, answer.reason, answer.isolates) == (True, "q and k are copied", True)
+    assert tried == [False, True]
+
+
+def test_names(libraries) -> None:
+    libraries.update({"torch": True, "flashinfer": True})
+    for theirs, ours in attention.VLLM_NAMES.items():
+        assert attention.resolve_backend(theirs, BF16, CUDA) == ours
+        assert attention.resolve_backend(ours, BF16, CUDA) == ours
+    assert attention.resolve_backend("auto", BF16, CUDA) == "triton"
+    assert attention.resolve_backend("auto", BF16, CPU) == "sdpa"
+    for unknown in ("flash", "Flash_Attn", "torch_sdpa", ""):
+        with pytest.raises(ValueError, match=f"backend '{unknown}' is none of auto, triton, .*"):
+            attention.resolve_backend(unknown, BF16, CUDA)
+
+
+def test_calibration_leaves_out_what_fails(encoder, monkeypatch) -> None:
+    """A library that raises while it is measured costs its place, never the capture."""
+
+    def capability(name, heads, device):
+        return {
+            "flash_attn": Capability(name, "fake", True, "a NaN leaks", isolates=False),
+            "sdpa": Capability(name, "torch", True, "reads lengths", capturable=False),
+        }.get(name, Capability(name, "fake", True))
+
+    def fails(layout, heads):
+        raise RuntimeError("cuDNN found no plan")
+
+    spent = {"triton": 10.0, "other": 7.0}
+    names = {key: lambda layout, heads, key=key: lambda qkv: key for key in spent}
+    monkeypatch.setattr(calibration, "capability", capability)
+    monkeypatch.setattr(
+        calibration,
+        "BACKENDS",
+        names | {"flash_attn": fails, "flashinfer": fails, "sdpa": fails},
+    )
+    monkeypatch.setattr(calibration, "_microseconds", lambda call, give_up: spent[call()])
+    monkeypatch.setattr(calibration, "_time_layer", lambda *_: {"triton": 0.0})
+    plan = calibration.calibrate(encoder, 256, 8, auto_attention=True)
+    assert plan.attention == "other"
+    assert plan.microseconds["attention"] == {"triton": 20.0, "other": 14.0}
+    assert plan.left_out == {
+        "flash_attn": "a NaN leaks",
+        "flashinfer": "RuntimeError: cuDNN found no plan",
+        "sdpa": "reads lengths",
+    }
+    monkeypatch.setattr(calibration, "BACKENDS", {"triton": fails})
+    with pytest.raises(RuntimeError, match="no plan"):  # without ours there is no capture
+        calibration.calibrate(encoder, 256, 8, auto_attention=True)
