@@ -10,11 +10,13 @@ from dataclasses import replace
 
 import torch
 
+from vitgraph.encoder.attention_trial import TAIL
 from vitgraph.encoder.calibration import layer_of
 from vitgraph.encoder.config import VisionConfig
 from vitgraph.encoder.cudagraph import EAGER_SHAPES
 from vitgraph.encoder.model import Qwen3VLVisionEncoder
 from vitgraph.encoder.operations import LAYERS, TRITON, Plan
+from vitgraph.kernels.clear_tail import clear_tail
 from vitgraph.kernels.linear import Provider, linear_providers
 from vitgraph.kernels.offline import CompiledKernel, compiling_for
 
@@ -54,6 +56,8 @@ def precompile(
             out = torch.empty(budget, config.output_width, dtype=dtype)
             for provider in ("triton", "gluon"):
                 encoder.encode(pixels, layout, out, _plan_for(encoder, patches, provider))
+        heads = torch.empty(16, 3, config.num_heads, config.head_dim, dtype=dtype)
+        clear_tail(heads[:, 2], layout.num_patches, TAIL)  # some attention libraries need it
         for grids in EAGER_SHAPES:
             encoder(encoder.make_encoder_inputs(grids)["pixel_values"], grids)
     return compiled

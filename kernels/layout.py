@@ -133,7 +133,8 @@ def layout(
     num_slots = grid_thw.shape[0]
     if num_slots > MAX_SLOTS:
         return layout_reference(grid_thw, num_patches, max_sequences, merge_size, seqlens)
-    counts = torch.empty(3, 1, dtype=torch.int32, device=grid_thw.device).unbind()
+    # 16 bytes apart: a kernel is compiled again for a pointer that is less aligned.
+    counts = torch.empty(3, 4, dtype=torch.int32, device=grid_thw.device)[:, :1].unbind()
     cu_seqlens = torch.empty(max_sequences + 1, dtype=torch.int32, device=grid_thw.device)
     coords = torch.empty(num_patches, 4, dtype=torch.int32, device=grid_thw.device)
     layout_kernel[(triton.cdiv(max(num_patches, max_sequences + 1), BLOCK),)](
