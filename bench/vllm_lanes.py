@@ -37,7 +37,8 @@ FAULT = re.compile(r"^(\(.*?\) )?(ERROR.*|[\w.]*(Error|Exception|Interrupt)\b.*)
 
 
 def engine_options(spec: dict) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`; `spec` has model, backend, graphs, budgets, items, ranks, tp_mode."""
+    """Arguments of `vllm.LLM`; `spec` has model, backend, graphs, budgets, items, ranks,
+    tp_mode."""
     return dict(
         model=spec["model"],
         load_format="dummy",
@@ -55,18 +56,23 @@ def engine_options(spec: dict) -> dict[str, Any]:
         mm_encoder_tp_mode=spec["tp_mode"],
         disable_custom_all_reduce=True,
         limit_mm_per_prompt={"image": 20, "video": 1},
-        compilation_config={
-            "mode": 0,
-            "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": [1, 8, 16, 32],
-            "cudagraph_mm_encoder": spec["graphs"],
-            "encoder_cudagraph_token_budgets": list(spec["budgets"]),
-            "encoder_cudagraph_max_vision_items_per_batch": spec["items"],
-            # As many frames as items: with more, vLLM's own replays of images leave zeros at the
-            # end of its sequence offsets (KNOWN_FAILURES 3), and FlashInfer's land elsewhere.
-            "encoder_cudagraph_max_frames_per_batch": spec["items"],
-        },
+        compilation_config=compilation_options(spec),
     )
+
+
+def compilation_options(spec: dict) -> dict[str, Any]:
+    """Graphs: few and of decoding only for the language model, the spec's for the encoder."""
+    return {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 8, 16, 32],
+        "cudagraph_mm_encoder": spec["graphs"],
+        "encoder_cudagraph_token_budgets": list(spec["budgets"]),
+        "encoder_cudagraph_max_vision_items_per_batch": spec["items"],
+        # As many frames as items: with more, vLLM's own replays of images leave zeros at the end
+        # of its sequence offsets, and those of FlashInfer land elsewhere in them.
+        "encoder_cudagraph_max_frames_per_batch": spec["items"],
+    }
 
 
 def register_plugin() -> str:
