@@ -126,6 +126,8 @@ class SharedEncoder:
         }
         if free:
             self._max_sequences = max(self._captures)
+        if device.type == "cuda":  # vLLM measures what a capture takes, not what calibration took
+            torch.cuda.empty_cache()
         self.captured, self._moved = True, False
         return inputs.mm_kwargs[PIXELS], inputs.buffers[GRIDS]
 

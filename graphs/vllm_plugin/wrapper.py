@@ -96,6 +96,8 @@ class VisionTowerWrapper:
                 *path_and_axes,
                 **keywords,
             )
+        if not self.vitgraph_shape.merged_values:
+            _name_memory(self.vitgraph.encoder.estimate_encoder_memory(token_budget), token_budget)
         return self.vitgraph_shape.capture_inputs(
             *self.vitgraph.capture_buffers(
                 token_budget, max_batch_size, max_frames_per_batch, device
@@ -220,6 +222,17 @@ def _adopt(tower: Any, vllm_config: Any, shape: ReleaseShape) -> SharedEncoder:
 @functools.lru_cache(maxsize=64)
 def _warn_once(reason: str) -> None:
     logger.warning("vitgraph: a pack is encoded eagerly: %s (said once)", reason)
+
+
+@functools.lru_cache(maxsize=64)
+def _name_memory(needed: int, budget: int) -> None:
+    """vLLM 0.23 and later capture on trial before they size the KV cache; earlier ones do not."""
+    logger.info(
+        "vitgraph: the graph of %d tokens, captured after the KV cache was sized, takes about "
+        "%.2f GiB: --gpu-memory-utilization has to leave that free",
+        budget,
+        needed / 2**30,
+    )
 
 
 def _tower_lora(vllm_config: Any) -> bool:
