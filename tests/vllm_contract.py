@@ -591,6 +591,12 @@ def test_video_pruning_has_no_graphs(make_model, caplog) -> None:
     assert "no encoder graphs: video pruning" in caplog.text
 
 
+@pytest.mark.skipif(MINOR < 26, reason="an earlier V2 runner is experimental")
+def test_model_runners_with_graphs_are_recognised() -> None:
+    """Field notes: the V2 runner has encoder graphs since 0.28."""
+    assert wrapper_module._new_runner_has_graphs() == (MINOR >= 28)
+
+
 def test_tower_lora_is_left_to_vllm(make_model, caplog) -> None:
     """KNOWN_FAILURES 24."""
     model = make_model(lora=True, ranks=2)
