@@ -173,6 +173,7 @@ def compare(first: str, second: str, engines: dict[str, dict], work: Path) -> di
         "same": sum(p == "same" for p in prompts),
         "ties": [p for p in prompts if p.startswith("tie")],
         "different": [p for p in prompts if p.startswith("different")],
+        "logprob_noise": max(map(noise, one.get("tokens", []), other.get("tokens", [])), default=0),
         "speedup": {w: theirs[w] / ms for w, ms in times.items() if w in theirs},
     }
 
@@ -192,6 +193,14 @@ def compare_prompt(mine: list, theirs: list) -> str:
         kind = "tie" if same_two and max(gaps) < TIE else "different"
         return f"{kind} at token {step}, gaps {gaps[0]:.3f} and {gaps[1]:.3f}"
     return "same"
+
+
+def noise(mine: list, theirs: list) -> float:
+    """Largest difference of the chosen token's logprob, as long as the tokens are the same."""
+    same = itertools.takewhile(
+        lambda ab: ab[0][0][0] == ab[1][0][0], zip(mine, theirs, strict=True)
+    )
+    return max((abs(a[0][1] - b[0][1]) for a, b in same), default=0.0)
 
 
 def problems(pair: dict, ours: dict, theirs: dict) -> list[str]:
@@ -245,7 +254,8 @@ def print_result(result: dict) -> None:
         console.print(
             f"{name}: {verdict}; largest embedding error "
             f"{max(pair['embedding_error'].values(), default=float('nan')):.1e}; prompts "
-            f"{pair['prompts']}, same {pair['same']}, ties {len(pair['ties'])}; speedup "
+            f"{pair['prompts']}, same {pair['same']}, ties {len(pair['ties'])}, logprobs within "
+            f"{pair['logprob_noise']:.3f}; speedup "
             f"{min(ratios, default=0):.2f} to {max(ratios, default=0):.2f}",
             markup=False,
         )

@@ -84,8 +84,12 @@ def random_checkpoint(config: Any, device: torch.device) -> Iterator[tuple[str, 
         shapes = Qwen3VLForConditionalGeneration(config).state_dict()
     for index, (name, like) in enumerate(sorted(shapes.items())):
         generator = torch.Generator(device).manual_seed(index)
-        values = torch.empty(like.shape, device=device)
-        values.normal_(std=0.1 if "lm_head" in name else 0.02, generator=generator)
+        values = torch.randn(like.shape, device=device, generator=generator)
+        if "lm_head" in name:  # rows of very different lengths: few tokens are equally likely
+            lengths = torch.randn(len(values), 1, device=device, generator=generator)
+            values.mul_(lengths.mul_(1.5).exp_() * 0.05 / like.shape[1] ** 0.5)
+        else:
+            values.mul_(0.02)
         if "norm" in name and name.endswith("weight"):
             values.add_(1)
         yield name, values.to(torch.bfloat16)
