@@ -39,7 +39,8 @@ BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 MODES, TP_MODES = ("graph", "eager"), ("data", "weights")
 # Two bf16 evaluations of 27 layers that round in different places differ by about 1 %.
 EMBEDDING_TOLERANCE = 0.03
-TIE = 0.1  # nats
+# Nats; logits have a standard deviation of about 2, and steps of 0.03 to 0.06 in bf16.
+TIE = 0.2
 
 
 def units(args: argparse.Namespace) -> list[list[dict]]:

@@ -99,6 +99,7 @@ def _process(tmp_path_factory) -> None:
 def _vllm_log_is_seen(monkeypatch) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     wrapper_module._warn_once.cache_clear()
+    wrapper_module._name_memory.cache_clear()
 
 
 def build_model(
