@@ -99,7 +99,7 @@ def main() -> int:
         if spec is not None:
             result["engines"][spec["name"]] = outcome
             result["header"] = outcome.pop("header", result.get("header"))
-            result["comparisons"], result["others"] = compare_all(result["engines"], Path(work))
+            result["comparisons"] = compare_towers(result["engines"], Path(work))
         args.save.write_text(json.dumps(result, indent=1) + "\n")
 
     with tempfile.TemporaryDirectory() as work:
@@ -121,6 +121,7 @@ def main() -> int:
             engine_seconds=args.engine_seconds,
             save=save,
         )
+        result["others"] = compare_others(result["engines"], Path(work))
     save()
     print_result(result)
     failed = any("error" in outcome for outcome in result["engines"].values())
@@ -128,23 +129,31 @@ def main() -> int:
     return int(failed or wrong or bool(result["not_run"]))
 
 
-def compare_all(engines: dict[str, dict], work: Path) -> tuple[dict, dict]:
-    """Ours with vLLM's for every backend and mode; then vLLM's own towers with each other, and many
-    ranks with one."""
-    ours, others = {}, {}
-    measured = [name for name in engines if _embeddings(name, work, 0).exists()]
+def compare_towers(engines: dict[str, dict], work: Path) -> dict[str, dict]:
+    """Ours with vLLM's, for every backend and mode that both have results of."""
+    pairs = {}
+    measured = _measured(engines, work)
     for name in measured:
         other = name.replace("vitgraph", "vllm")
         if name != other and other in measured:
             pair = compare(name, other, engines, work)
             pair["problems"] = problems(pair, engines[name], engines[other])
-            ours[name.removesuffix(" vitgraph")] = pair
-    for first, second in itertools.combinations(measured, 2):
+            pairs[name.removesuffix(" vitgraph")] = pair
+    return pairs
+
+
+def compare_others(engines: dict[str, dict], work: Path) -> dict[str, dict]:
+    """vLLM's own towers with each other, and many ranks with one."""
+    pairs = {}
+    for first, second in itertools.combinations(_measured(engines, work), 2):
         both_vllms = first.endswith("vllm") and second.endswith("vllm")
-        one_rank = "ranks" in first and "ranks" not in second
-        if both_vllms or one_rank:
-            others[f"{first} - {second}"] = compare(first, second, engines, work)
-    return ours, others
+        if both_vllms or ("ranks" in first and "ranks" not in second):
+            pairs[f"{first} - {second}"] = compare(first, second, engines, work)
+    return pairs
+
+
+def _measured(engines: dict[str, dict], work: Path) -> list[str]:
+    return [name for name in engines if _embeddings(name, work, 0).exists()]
 
 
 def _embeddings(name: str, work: Path, rank: int) -> Path:

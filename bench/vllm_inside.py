@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 from vllm_lanes import Recorder, engine_options, register_plugin
 
-PROMPTS, NEW_TOKENS, SAMPLED_ROWS = 30, 4, 64
+PROMPTS, NEW_TOKENS, SAMPLED_ROWS = 30, 4, 32
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 

@@ -590,6 +590,9 @@ def test_video_pruning_has_no_graphs(make_model, caplog) -> None:
     assert model.vitgraph is not None
     assert not model.test_config.compilation_config.cudagraph_mm_encoder
     assert "no encoder graphs: video pruning" in caplog.text
+    batch = make_batch([(3, 4, 4), (1, 8, 8)], "video")
+    expected = truth(model, batch["pixel_values_videos"], [(3, 4, 4), (1, 8, 8)])
+    check(model._process_video_input({"type": "pixel_values_videos", **batch}), expected)
 
 
 @pytest.mark.skipif(MINOR < 26, reason="an earlier V2 runner is experimental")
