@@ -16,6 +16,7 @@ from vitgraph.encoder.attention import FREE_OF_EMPTY_SEQUENCES
 from vitgraph.encoder.attention_flashinfer import WORKSPACE_BYTES
 from vitgraph.encoder.calibration import calibrate
 from vitgraph.encoder.inputs import Grid, Grids, check_grids, check_pixels
+from vitgraph.encoder.operations import Plan
 
 # modality -> (key of the pixels, key of the grids)
 KEYS = {
@@ -215,7 +216,7 @@ class EncoderCudaGraphMixin:
         grid_thw[0] = torch.tensor([1, merge, patches // merge])
         plan, max_sequences = self.plan, min(token_budget, max_frames_per_batch)
         if torch.device(device).type == "cuda" and self.ops.name == "triton":
-            plan = calibrate(self, patches, max_sequences, self.auto_attention)
+            plan = self._calibrated_plan(patches, max_sequences)
         self.plans[token_budget] = plan
         return EncoderCudaGraphCaptureInputs(
             mm_kwargs={
@@ -232,6 +233,13 @@ class EncoderCudaGraphMixin:
                 ),
             },
         )
+
+    def _calibrated_plan(self, patches: int, max_sequences: int) -> Plan:
+        """Measured once: vLLM captures twice, first to see how much memory that takes."""
+        key = patches, max_sequences, self.plan.attention, self.auto_attention
+        if key not in self.calibrated:
+            self.calibrated[key] = calibrate(self, patches, max_sequences, self.auto_attention)
+        return self.calibrated[key]
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int

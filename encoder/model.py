@@ -80,6 +80,7 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         self.plan = Plan(resolve_backend(attention, self.heads, device))
         self.auto_attention = attention == "auto"
         self.plans: dict[int, Plan] = {}
+        self.calibrated: dict[tuple, Plan] = {}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """What .to(), .cuda() and .half() come down to; the choices follow."""

@@ -161,3 +161,12 @@ def test_sdpa_on_a_gpu_has_no_graphs() -> None:
     for device, graphs in ((CUDA, False), (CPU, True)):
         encoder = SimpleNamespace(attention="sdpa", tower=SimpleNamespace(device=device))
         assert (wrapper.why_no_graphs(make_config(), encoder) is None) == graphs
+
+
+@pytest.mark.parametrize("has_graphs", [True, False], ids=["from_0.28", "0.26"])
+def test_a_model_runner_without_graphs(has_graphs, monkeypatch) -> None:
+    config = make_config()
+    config.use_v2_model_runner = True
+    monkeypatch.setattr(wrapper, "_new_runner_has_graphs", lambda: has_graphs)
+    reason = wrapper.why_no_graphs(config, None)
+    assert reason is None if has_graphs else "VLLM_USE_V2_MODEL_RUNNER=0" in reason

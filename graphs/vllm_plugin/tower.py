@@ -126,6 +126,8 @@ class SharedEncoder:
         }
         if free:
             self._max_sequences = max(self._captures)
+        if device.type == "cuda":  # vLLM measures what a capture takes, not what calibration took
+            torch.cuda.empty_cache()
         self.captured, self._moved = True, False
         return inputs.mm_kwargs[PIXELS], inputs.buffers[GRIDS]
 
@@ -175,8 +177,8 @@ class SharedEncoder:
             attention=self.attention,
             pixel_dtype=torch.uint8 if self.pixel_normalization is not None else None,
         )
-        if self.pixel_normalization is not None:
-            encoder.normalization = self.pixel_normalization
+        if self.pixel_normalization is not None:  # its buffers may have been loaded since
+            encoder.normalization = _normalization(tower.input_norm)
         modules = dict(tower.named_modules())
         for name, module in encoder.named_modules():
             if isinstance(module, nn.LayerNorm):

@@ -1,6 +1,7 @@
 """What our subclasses of vLLM's models do differently: the tower, and how graphs are fed."""
 
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -96,6 +97,8 @@ class VisionTowerWrapper:
                 *path_and_axes,
                 **keywords,
             )
+        if not self.vitgraph_shape.merged_values:
+            _name_memory(self.vitgraph.encoder.estimate_encoder_memory(token_budget), token_budget)
         return self.vitgraph_shape.capture_inputs(
             *self.vitgraph.capture_buffers(
                 token_budget, max_batch_size, max_frames_per_batch, device
@@ -194,11 +197,25 @@ def why_no_graphs(vllm_config: Any, encoder: SharedEncoder | None) -> str | None
     fp8 = getattr(multimodal, "mm_encoder_attn_dtype", None) == "fp8"
     if fp8 and not getattr(multimodal, "mm_encoder_fp8_scale_path", None):
         return "dynamic fp8 scales change on the host, which a graph does not see"
+    if getattr(vllm_config, "use_v2_model_runner", False) and not _new_runner_has_graphs():
+        return (
+            "the V2 model runner of this vLLM has none, whichever the tower: set "
+            "VLLM_USE_V2_MODEL_RUNNER=0"
+        )
     if encoder is not None and encoder.attention == "sdpa":
         device = encoder.tower.device.type
         if device == "cuda":
             return "TORCH_SDPA reads sequence lengths on the host"
     return None
+
+
+def _new_runner_has_graphs() -> bool:
+    """From vLLM 0.28 on; 0.26 takes that runner for dense models by itself."""
+    try:
+        from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
+    except ImportError:
+        return False
+    return "cudagraph_manager" in inspect.signature(EncoderRunner).parameters
 
 
 def _adopt(tower: Any, vllm_config: Any, shape: ReleaseShape) -> SharedEncoder:
@@ -221,6 +238,17 @@ def _adopt(tower: Any, vllm_config: Any, shape: ReleaseShape) -> SharedEncoder:
 @functools.lru_cache(maxsize=64)
 def _warn_once(reason: str) -> None:
     logger.warning("vitgraph: a pack is encoded eagerly: %s (said once)", reason)
+
+
+@functools.lru_cache(maxsize=64)
+def _name_memory(needed: int, budget: int) -> None:
+    """vLLM 0.23 and later capture on trial before they size the KV cache; earlier ones do not."""
+    logger.info(
+        "vitgraph: the graph of %d tokens, captured after the KV cache was sized, takes about "
+        "%.2f GiB: --gpu-memory-utilization has to leave that free",
+        budget,
+        needed / 2**30,
+    )
 
 
 def _tower_lora(vllm_config: Any) -> bool:

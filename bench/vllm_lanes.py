@@ -1,0 +1,198 @@
+"""Engines of vLLM, each in a process of its own; several GPUs work side by side.
+
+Shared by the vllm_*.py scripts. A script starts itself with `--engine SPEC` for every engine; the
+process writes its result to the file that SPEC names, piece by piece, so what an engine measured
+before it failed or ran out of time is kept.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model is reached from the script
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # 0.26's has no encoder graphs
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # would compile CUDA sources
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions are sent to the workers
+    "VLLM_LOGGING_LEVEL": "INFO",  # the plugin's line is kept in the result
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+}
+TOWERS = ("vllm", "vitgraph")
+LEAST_SECONDS = 30  # no engine is started with less left
+KEPT = re.compile(r"vitgraph|CUDA graph (pool )?memory|Graph capturing finished")
+FAULT = re.compile(r"^(\(.*?\) )?(ERROR.*|[\w.]*(Error|Exception|Interrupt)\b.*)$")
+
+
+def engine_options(spec: dict) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`; `spec` has model, backend, graphs, budgets, items, ranks,
+    tp_mode."""
+    return dict(
+        model=spec["model"],
+        load_format="dummy",
+        max_model_len=16384,
+        max_num_batched_tokens=16384,
+        max_num_seqs=32,
+        gpu_memory_utilization=0.5,
+        mm_encoder_attn_backend=spec["backend"],
+        mm_processor_cache_gb=0,
+        # The largest image takes vLLM's Triton attention 15 s.
+        skip_mm_profiling=spec["backend"] == "TRITON_ATTN",
+        enable_prefix_caching=False,
+        seed=0,
+        tensor_parallel_size=spec["ranks"],
+        mm_encoder_tp_mode=spec["tp_mode"],
+        disable_custom_all_reduce=True,
+        limit_mm_per_prompt={"image": 20, "video": 1},
+        compilation_config=compilation_options(spec),
+    )
+
+
+def compilation_options(spec: dict) -> dict[str, Any]:
+    """Graphs: few and of decoding only for the language model, the spec's for the encoder."""
+    return {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 8, 16, 32],
+        "cudagraph_mm_encoder": spec["graphs"],
+        "encoder_cudagraph_token_budgets": list(spec["budgets"]),
+        "encoder_cudagraph_max_vision_items_per_batch": spec["items"],
+        # As many frames as items: with more, vLLM's own replays of images leave zeros at the end
+        # of its sequence offsets, and those of FlashInfer land elsewhere in them.
+        "encoder_cudagraph_max_frames_per_batch": spec["items"],
+    }
+
+
+def register_plugin() -> str:
+    """What an installed vitgraph needs no call for; returns who registered it."""
+    if os.environ.get("VITGRAPH_DISABLE") == "1":
+        return "nobody"
+    if any(e.name == "vitgraph" for e in entry_points(group="vllm.general_plugins")):
+        return "vLLM, by the entry point"
+    from vitgraph.graphs.vllm_plugin import register
+
+    register()
+    return "this script: vitgraph is not installed"
+
+
+def run_lanes(
+    script: str,
+    units: Sequence[Sequence[dict]],
+    *,
+    lanes: int,
+    work: Path,
+    seconds: float,
+    engine_seconds: float,
+    save: Callable[[dict, dict], None],
+    gpus_per_lane: int = 1,
+) -> list[str]:
+    """Run all engines.
+
+    Args:
+        units: engines that are compared with each other, which stay on one GPU, one after another.
+        seconds: for everything; `engine_seconds` for one engine.
+        save: called with the spec and the outcome of every engine, one call at a time.
+
+    Returns:
+        Names of the engines there was no time for.
+    """
+    visible = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
+    devices = visible or [str(index) for index in range(lanes * gpus_per_lane)]
+    if len(devices) < lanes * gpus_per_lane:
+        raise ValueError(f"{lanes * gpus_per_lane} GPUs are asked for, {len(devices)} are visible")
+    waiting, skipped, lock = list(units), [], threading.Lock()
+    began = time.monotonic()
+
+    def lane(index: int) -> None:
+        mine = ",".join(devices[index * gpus_per_lane : (index + 1) * gpus_per_lane])
+        while True:
+            with lock:
+                if not waiting:
+                    return
+                unit = waiting.pop(0)
+            for spec in unit:
+                left = seconds - (time.monotonic() - began)
+                if left < LEAST_SECONDS:
+                    skipped.append(spec["name"])
+                    continue
+                started = time.monotonic()
+                outcome = run_engine_process(script, spec, mine, work, min(left, engine_seconds))
+                outcome["process_s"] = time.monotonic() - started
+                with lock:
+                    save(spec, outcome)
+                    state = "FAILED" if "error" in outcome else "done"
+                    print(
+                        f"{time.monotonic() - began:4.0f} s  GPU {mine}  {spec['name']}: {state} "
+                        f"after {outcome['process_s']:.0f} s",
+                        flush=True,
+                    )
+
+    threads = [threading.Thread(target=lane, args=(index,)) for index in range(lanes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return skipped
+
+
+def run_engine_process(script: str, spec: dict, gpus: str, work: Path, seconds: float) -> dict:
+    """One engine; its result, or how far it came and how it ended."""
+    output = work / f"{spec['name'].replace(' ', '-')}.json"
+    log = output.with_suffix(".log")
+    environment = ENVIRONMENT | {
+        "CUDA_VISIBLE_DEVICES": gpus,
+        "VITGRAPH_DISABLE": "0" if spec["tower"] == "vitgraph" else "1",
+    }
+    command = [sys.executable, script, "--engine", json.dumps(spec | {"output": str(output)})]
+    ending = "the engine's process ended early"
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            command,
+            env=os.environ | environment,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            ending = f"stopped after {seconds:.0f} s"
+        finally:  # workers of its own would keep the GPU
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    lines = log.read_text(errors="replace").splitlines()
+    outcome = {"log": [line for line in lines if KEPT.search(line)][-6:]}
+    if output.exists():
+        outcome |= json.loads(output.read_text())
+    if not outcome.pop("complete", False):
+        faults = [line for line in lines if FAULT.match(line)]
+        outcome["error"] = ending
+        outcome["faults"] = faults[:3] + faults[3:][-3:]
+        outcome["log_tail"] = lines[-40:]
+    return outcome
+
+
+class Recorder:
+    """In the engine's process: the result so far, written whenever something is added."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.outcome = Path(path), {}
+
+    def __call__(self, **more: Any) -> None:
+        self.outcome |= more
+        unfinished = self.path.with_suffix(".part")
+        unfinished.write_text(json.dumps(self.outcome))
+        unfinished.replace(self.path)

@@ -1,0 +1,210 @@
+"""vLLM's own `vllm bench mm-processor` with its tower and with ours: the encoder's time a request.
+
+    python bench/vllm_mm_processor.py [--gpus 2] [--requests 40] [--save bench/results/NAME.json]
+
+Two kinds of requests: 20 images of 336x336, and vLLM's default mix, one image of 256x256 or
+1280x720. `encoder_forward_ms` is what the engine measures around the encoder of a scheduling step,
+synchronised before and after, divided by the requests of that step. All requests are submitted at
+once. Budgets and items are those of vLLM's published experiment. JSON, and Markdown beside it.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+from vllm_lanes import TOWERS, Recorder, compilation_options, register_plugin, run_lanes
+
+BACKENDS = ("FLASH_ATTN", "FLASHINFER")
+BUDGETS, MAX_ITEMS = (512, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 4864), 8
+LIMITS = json.dumps({"image": 20, "video": 0})
+# name -> (requests for each of --requests, arguments of the tool)
+MIXES = {
+    "20 x 336x336": (
+        1,
+        [
+            *("--random-mm-base-items-per-request", "20"),
+            *("--random-mm-num-mm-items-range-ratio", "0"),
+            *("--random-mm-bucket-config", "{(336, 336, 1): 1.0}"),
+        ],
+    ),
+    "default mix": (4, ["--random-mm-base-items-per-request", "1"]),
+}
+COLUMNS = {"mean": "mean", "P50": "median", "P99": "p99.0"}
+
+
+def main() -> int:
+    """Run all engines; the exit status is 1 if one failed or was not run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=None, help="default: a dummy checkpoint")
+    parser.add_argument("--geometry", default="8b", help="of the dummy's tower")
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS))
+    parser.add_argument("--modes", nargs="+", default=["graph", "eager"])
+    parser.add_argument("--requests", type=int, default=40, help="with 20 images; of others 4x")
+    parser.add_argument("--gpus", type=int, default=1, help="used by engines side by side")
+    parser.add_argument("--seconds", type=float, default=540, help="for everything")
+    parser.add_argument("--engine-seconds", type=float, default=150, help="for one engine")
+    parser.add_argument("--save", type=Path, default=Path("vllm_mm_processor.json"))
+    parser.add_argument("--engine", default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.engine is not None:
+        run_tool(json.loads(args.engine))
+        sys.stdout.flush()
+        os._exit(0)  # vLLM's own ending takes seconds
+    started = time.monotonic()
+    args.save.parent.mkdir(parents=True, exist_ok=True)
+    result: dict = {"requests": args.requests, "engines": {}, "not_run": []}
+
+    def save(spec: dict | None = None, outcome: dict | None = None) -> None:
+        if spec is not None:
+            result["engines"][spec["name"]] = outcome
+            result["header"] = outcome.pop("header", result.get("header"))
+        args.save.write_text(json.dumps(result, indent=1) + "\n")
+        args.save.with_suffix(".md").write_text(markdown(result))
+
+    with tempfile.TemporaryDirectory() as work:
+        model = args.model
+        if model is None:
+            from dummy_model import write_model
+
+            model = write_model(Path(work) / "model", args.geometry)
+        units = [
+            [
+                {
+                    "name": f"{backend} {mode} {tower}",
+                    "backend": backend,
+                    "graphs": mode == "graph",
+                    "tower": tower,
+                    "model": str(model),
+                    "requests": args.requests,
+                    "budgets": BUDGETS,
+                    "items": MAX_ITEMS,
+                }
+                for tower in TOWERS
+            ]
+            for mode, backend in itertools.product(args.modes, args.backends)
+        ]
+        result["not_run"] = run_lanes(
+            __file__,
+            units,
+            lanes=args.gpus,
+            work=Path(work),
+            seconds=args.seconds - (time.monotonic() - started),
+            engine_seconds=args.engine_seconds,
+            save=save,
+        )
+    save()
+    print(markdown(result))
+    return int(any("error" in o for o in result["engines"].values()) or bool(result["not_run"]))
+
+
+def run_tool(spec: dict) -> None:
+    """In the engine's process: the tool's `main` for every mix, on one engine."""
+    record = Recorder(spec["output"])
+    record(registered_by=register_plugin())
+    import vllm
+    from vllm.benchmarks import mm_processor
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    if not hasattr(mm_processor.pd, "__version__"):  # its table is printed with pandas
+        rows = SimpleNamespace(to_string=lambda **_: "")
+        mm_processor.pd = SimpleNamespace(DataFrame=lambda *_: rows)
+    parser = FlexibleArgumentParser()
+    mm_processor.add_cli_args(parser)
+    engines: list = []
+    build = vllm.LLM.from_engine_args
+
+    def build_once(engine_args: object) -> object:
+        if not engines:
+            started = time.perf_counter()
+            engines.append(build(engine_args))
+            record(engine_up_s=time.perf_counter() - started, **describe(engines[0]))
+        return engines[0]
+
+    vllm.LLM.from_engine_args = build_once
+    milliseconds = {}
+    for mix, (multiple, arguments) in MIXES.items():
+        tool_output = Path(spec["output"]).with_suffix(".tool.json")
+        requests = multiple * spec["requests"]
+        mm_processor.main(
+            parser.parse_args(
+                [
+                    *("--model", spec["model"], "--load-format", "dummy"),
+                    *("--max-model-len", "16384", "--max-num-batched-tokens", "8192"),
+                    *("--gpu-memory-utilization", "0.5", "--limit-mm-per-prompt", LIMITS),
+                    *("--mm-encoder-attn-backend", spec["backend"]),
+                    *("--compilation-config", json.dumps(compilation_options(spec))),
+                    *("--dataset-name", "random-mm", "--random-mm-limit-mm-per-prompt", LIMITS),
+                    *("--random-input-len", "32", "--random-output-len", "1", *arguments),
+                    *("--num-prompts", str(requests), "--num-warmups", str(max(2, requests // 8))),
+                    *("--metric-percentiles", "50,90,99", "--output-json", str(tool_output)),
+                    "--disable-tqdm",
+                ]
+            )
+        )
+        output = json.loads(tool_output.read_text())
+        statistics = output["mm_processor_stats"]
+        milliseconds[mix] = {
+            "encoder_forward_ms": statistics["encoder_forward_ms"],
+            "preprocessor_total_ms": statistics.get("preprocessor_total_ms"),
+            "completed": output["completed"],
+            "failed": output["failed"],
+        }
+        record(mixes=milliseconds)
+    record(complete=True)
+
+
+def describe(llm: object) -> dict:
+    """Which tower serves, where."""
+    import torch
+    import vllm
+    from encoder_graphs import header
+
+    workers: list = []
+    llm.collective_rpc(workers.append)  # one process: this is the worker itself
+    runner = workers[0].model_runner
+    model = runner.get_model()
+    return {
+        "header": (header() if torch.cuda.is_available() else {"gpu": "none"})
+        | {"vllm": vllm.__version__},
+        "tower": type(model.visual).__name__,
+        "attention": getattr(getattr(model, "vitgraph", None), "attention", None),
+        "captured": getattr(runner, "encoder_cudagraph_manager", None) is not None,
+    }
+
+
+def markdown(result: dict) -> str:
+    """The table, one row a kind of requests, backend and mode; ms, and vLLM's over ours."""
+    title = ", ".join(f"{key} {value}" for key, value in (result.get("header") or {}).items())
+    head = [f"vLLM {c}" for c in COLUMNS] + [f"ours {c}" for c in COLUMNS] + ["mean ratio"]
+    lines = [
+        f"`encoder_forward_ms` of `vllm bench mm-processor`; {title}",
+        "",
+        f"| requests | attention | mode | {' | '.join(head)} |",
+        "|---|---|---|" + "---:|" * len(head),
+    ]
+    engines = result["engines"]
+    pairs = dict.fromkeys(name.rpartition(" ")[0] for name in engines)
+    for mix, pair in itertools.product(MIXES, pairs):
+        towers = [engines.get(f"{pair} {t}", {}).get("mixes", {}).get(mix) for t in TOWERS]
+        times = [t["encoder_forward_ms"] if t else None for t in towers]
+        cells = [f"{t[key]:.2f}" if t else "-" for t in times for key in COLUMNS.values()]
+        ratio = f"{times[0]['mean'] / times[1]['mean']:.2f}" if all(times) else "-"
+        lines.append(f"| {mix} | {' | '.join([*pair.split(), *cells, ratio])} |")
+    for name, outcome in engines.items():
+        if name.endswith("vitgraph") and not outcome.get("tower", "Vitgraph").startswith("Vit"):
+            lines += ["", f"{name}: served by {outcome['tower']}, not by our tower"]
+        if "error" in outcome:
+            lines += ["", f"{name}: {outcome['error']}", *outcome.get("faults", [])]
+    if result["not_run"]:
+        lines += ["", f"no time for: {', '.join(result['not_run'])}"]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

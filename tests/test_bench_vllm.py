@@ -1,0 +1,151 @@
+"""The scripts that drive vLLM's engines, without vLLM: processes, lanes, what counts as equal."""
+
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+import vllm_engine
+import vllm_lanes
+import vllm_mm_processor
+
+ENGINE = """
+    import json, os, sys, time
+    spec = json.loads(sys.argv[sys.argv.index("--engine") + 1])
+    print("INFO vitgraph serves", flush=True)
+    seen = {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES", "VITGRAPH_DISABLE")}
+    def write(**more):
+        with open(spec["output"], "w") as stream:
+            json.dump(seen | more, stream)
+    write()
+    if spec["name"] == "fails":
+        raise ValueError("no such thing")
+    if spec["name"] == "hangs":
+        time.sleep(60)
+    time.sleep(spec.get("sleep", 0))
+    write(complete=True)
+"""
+
+
+@pytest.fixture
+def script(tmp_path) -> str:
+    path = tmp_path / "engine.py"
+    path.write_text(textwrap.dedent(ENGINE))
+    return str(path)
+
+
+def run(script: str, units: list, tmp_path: Path, **options) -> tuple[dict, list[str]]:
+    outcomes: dict = {}
+    options = {"lanes": 1, "seconds": 100, "engine_seconds": 20} | options
+    skipped = vllm_lanes.run_lanes(
+        script,
+        units,
+        work=tmp_path,
+        save=lambda spec, outcome: outcomes.update({spec["name"]: outcome}),
+        **options,
+    )
+    return outcomes, skipped
+
+
+def test_engines_that_are_compared_share_a_gpu(script, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    units = [
+        [{"name": f"{unit} {tower}", "tower": tower, "sleep": 0.3} for tower in vllm_lanes.TOWERS]
+        for unit in ("a", "b")
+    ]
+    started = time.monotonic()
+    outcomes, skipped = run(script, units, tmp_path, lanes=2)
+    assert time.monotonic() - started < 4 * 0.3 + 4
+    assert skipped == []
+    gpus = {name: outcome["CUDA_VISIBLE_DEVICES"] for name, outcome in outcomes.items()}
+    assert gpus["a vllm"] == gpus["a vitgraph"] != gpus["b vllm"] == gpus["b vitgraph"]
+    assert outcomes["a vllm"]["VITGRAPH_DISABLE"] == "1"
+    assert outcomes["a vitgraph"]["VITGRAPH_DISABLE"] == "0"
+    assert "error" not in outcomes["b vllm"]
+    assert outcomes["b vllm"]["log"] == ["INFO vitgraph serves"]
+    with pytest.raises(ValueError, match="3 GPUs are asked for, 2 are visible"):
+        run(script, units, tmp_path, lanes=3)
+
+
+def test_what_an_engine_did_before_it_failed_is_kept(script, tmp_path) -> None:
+    units = [[{"name": name, "tower": "vllm"} for name in ("fails", "hangs", "works")]]
+    outcomes, _ = run(script, units, tmp_path, engine_seconds=2)
+    assert outcomes["fails"]["error"] == "the engine's process ended early"
+    assert outcomes["fails"]["faults"] == ["ValueError: no such thing"]
+    assert outcomes["hangs"]["error"] == "stopped after 2 s"
+    assert outcomes["hangs"]["CUDA_VISIBLE_DEVICES"] == "0"
+    assert "error" not in outcomes["works"]
+
+
+def test_no_engine_is_started_without_time(script, tmp_path) -> None:
+    outcomes, skipped = run(script, [[{"name": "works", "tower": "vllm"}]], tmp_path, seconds=29)
+    assert (outcomes, skipped) == ({}, ["works"])
+
+
+def step(*pairs: tuple[int, float]) -> list:
+    return [list(pair) for pair in pairs]
+
+
+SURE, CLOSE, OTHER_WAY = (
+    step((5, -0.1), (6, -3.0)),
+    step((7, -0.70), (8, -0.75)),
+    step((8, -0.70), (7, -0.72)),
+)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "verdict"),
+    [
+        ([SURE, CLOSE], "same"),
+        ([SURE, OTHER_WAY], "tie at token 1, gaps 0.050 and 0.020"),
+        ([SURE, step((8, -0.5), (7, -0.9))], "different at token 1, gaps 0.050 and 0.400"),
+        ([SURE, step((9, -0.7), (7, -0.7))], "different at token 1, gaps 0.050 and 0.000"),
+        ([OTHER_WAY, CLOSE], "different at token 0, gaps 2.900 and 0.020"),
+    ],
+    ids=["same", "tie", "far_apart", "another_token", "sure"],
+)
+def test_ties_are_not_differences(theirs, verdict) -> None:
+    assert vllm_engine.compare_prompt([SURE, CLOSE], theirs) == verdict
+
+
+def test_problems_are_named() -> None:
+    outcome = {"tower": "Qwen3_VisionTransformer", "captured": True, "tower_is_replicated": False}
+    theirs = outcome | {"items": 5, "statistics_prompts": [(5, 0), (5, 0)]}
+    ours = theirs | {"tower": "VitgraphQwen3_VisionTransformer", "tower_is_replicated": True}
+    ours["statistics_prompts"] = [(3, 0), (2, 0)]
+    pair = {"embedding_error": {"a": 0.01}, "prompts": 2, "same": 1, "ties": ["t"], "different": []}
+    assert vllm_engine.problems(pair, ours, theirs) == []
+    assert vllm_engine.problems(pair, theirs, theirs) == ["not our tower: Qwen3_VisionTransformer"]
+    wrong = pair | {"embedding_error": {"a": 0.01, "b": float("inf")}, "different": ["d"]}
+    found = vllm_engine.problems(wrong, ours | {"statistics_prompts": [(3, 0), (1, 1)]}, theirs)
+    assert found == [
+        "ours: hits and misses [(3, 0), (1, 1)], items 5",
+        "embeddings differ by inf",
+        "tokens of 1 of 2 prompts differ",
+    ]
+
+
+def test_table_of_vllms_tool() -> None:
+    def times(mean: float) -> dict:
+        forward = {"mean": mean, "median": mean - 1, "p99.0": mean + 9}
+        return {"default mix": {"encoder_forward_ms": forward}}
+
+    result = {
+        "header": {"gpu": "H200"},
+        "engines": {
+            "FLASH_ATTN graph vllm": {"mixes": times(8.0)},
+            "FLASH_ATTN graph vitgraph": {"mixes": times(4.0), "tower": "Vitgraph"},
+            "FLASH_ATTN eager vitgraph": {"error": "stopped after 150 s", "faults": ["why"]},
+        },
+        "not_run": ["FLASHINFER eager vllm"],
+    }
+    table = vllm_mm_processor.markdown(result)
+    row = "| default mix | FLASH_ATTN | graph | 8.00 | 7.00 | 17.00 | 4.00 | 3.00 | 13.00 | 2.00 |"
+    assert row in table
+    assert "FLASH_ATTN eager vitgraph: stopped after 150 s\n\nwhy" in table.replace(
+        "\nwhy", "\n\nwhy"
+    )
+    assert "no time for: FLASHINFER eager vllm" in table

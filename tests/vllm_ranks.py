@@ -1,0 +1,41 @@
+"""One rank of several, on the CPU: `python vllm_ranks.py RANK RANKS FOLDER`; see vllm_contract.py.
+
+mm_encoder_tp_mode is left at its default, "weights". The plugin replicates the tower all the same,
+and every rank must end up with the embeddings of all items.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from vllm_contract import build_manager, build_model, check, join, make_batch, truth
+
+BATCHES = {
+    "fewer_items_than_ranks": ([(1, 4, 4)], "image"),
+    "as_many": ([(1, 4, 2 * n + 2) for n in range(4)], "image"),
+    "more": ([(1, 4, 2 * n + 2) for n in range(9)], "image"),
+    "above_every_budget": ([(1, 2, 1026), (1, 4, 4)], "image"),
+    "videos": ([(3, 4, 4), (2, 8, 8), (1, 4, 4)], "video"),
+}
+
+
+def main() -> None:
+    """Fails with an AssertionError where a rank has other embeddings."""
+    rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    join(rank, ranks, folder / "rendezvous")
+    model = build_model(folder, ranks=ranks)
+    assert model.vitgraph is not None
+    assert model.use_data_parallel
+    manager = build_manager(model, pytest.MonkeyPatch())
+    assert manager.use_dp
+    for grids, modality in BATCHES.values():
+        batch = make_batch(grids, modality)
+        expected = truth(model, next(iter(batch.values())), grids)
+        check(manager.execute(dict(batch)), expected)
+        with torch.no_grad():
+            check(model.embed_multimodal(**batch), expected)
+
+
+if __name__ == "__main__":
+    main()
