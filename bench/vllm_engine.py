@@ -5,7 +5,7 @@
 One engine at a time, in a process of its own, for each attention backend, graphs on and off, vLLM's
 tower and ours. Weights and inputs are the same in all. What is compared with vLLM's tower:
 
-embeddings   relative error over the nine workloads of encoder_graphs.py
+embeddings   relative error over the nine workloads of `vitgraph bench encoder`
 tokens       greedy, 30 prompts: 1 to 20 images, one of them a video
 milliseconds the encoder's call to its synchronised result, median of up to 20, as the model runner
              calls it: through the graph manager, or eagerly
@@ -123,7 +123,9 @@ def start_engine(spec: dict, seconds: float) -> dict:
 def run_engine(spec: dict) -> None:
     """In the engine's process: build, set weights, measure, save after each step."""
     import torch
-    from encoder_graphs import BUDGETS, MAX_ITEMS, WORKLOADS, header
+
+    from vitgraph.graphs.benchmark.report import header
+    from vitgraph.graphs.benchmark.workloads import BUDGETS, MAX_ITEMS, WORKLOADS
 
     if spec["tower"] == "vitgraph":
         from vitgraph.graphs.vllm_plugin import register
