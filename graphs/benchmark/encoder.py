@@ -20,6 +20,7 @@ from vitgraph.graphs.benchmark.systems import (
     System,
     baseline_of,
     build,
+    require,
     rows,
     synchronize,
 )
@@ -51,9 +52,7 @@ def bench_encoder(args: argparse.Namespace, console: Console) -> int:
     with console.status("building and capturing"):
         systems, missing = build(setup, args.systems)
         rate = matmul_rate(device)
-    if not systems:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
-        raise ValueError(f"--systems {' '.join(args.systems)}: none works here ({reasons})")
+    require(systems, missing)
     result: dict[str, Any] = report.header(device) | {
         "geometry": geometry,
         "dtype": str(dtype).removeprefix("torch."),

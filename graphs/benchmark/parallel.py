@@ -12,16 +12,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.graphs.benchmark.serving import PARALLEL_GRIDS, errors_of, measure
-from vitgraph.graphs.benchmark.systems import Setup, System, build
+from vitgraph.graphs.benchmark.systems import Setup, System, build, require
 from vitgraph.graphs.benchmark.workloads import SERVING_BUDGETS, SERVING_ITEMS, Batch, make_batch
 
 COUNTS = (0, 1, 3, 4, 5, 20)  # images; fewer than ranks leave some without any
 FIRST_REQUESTS = 50
 
 
+@record
 def main(options: dict[str, Any]) -> None:
     """Build, compare, measure."""
     started = time.monotonic()
@@ -54,6 +56,7 @@ def main(options: dict[str, Any]) -> None:
         return int(shared)
 
     def run(systems: list[System], missing: dict[str, str], requests: int, warm_up: int) -> None:
+        require(systems, missing)
         errors = errors_of(systems, encoder, [batch])
         errors |= {name: max(error, errors[name]) for name, error in fewer.items()}
         left = options["seconds"] - (time.monotonic() - started)

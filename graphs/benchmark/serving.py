@@ -28,6 +28,7 @@ from vitgraph.graphs.benchmark.systems import (
     System,
     baseline_of,
     build,
+    require,
     rows,
 )
 from vitgraph.graphs.benchmark.timing import time_in_turns
@@ -103,6 +104,7 @@ def run_images(
     )
     with console.status("building and capturing"):
         systems, missing = build(setup, args.systems)
+        require(systems, missing)
     result["systems"] |= {name: {"missing": reason} for name, reason in missing.items()}
     requests, warm_up = _counts(args, "images")
     stream = sizes or photographs(requests + warm_up)

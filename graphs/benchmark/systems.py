@@ -110,6 +110,17 @@ def build(setup: Setup, families: Sequence[str]) -> tuple[list[System], dict[str
     return systems, missing
 
 
+def require(systems: Sequence[System], missing: dict[str, str]) -> None:
+    """Refuse to measure nothing.
+
+    Raises:
+        ValueError: no system, with every reason.
+    """
+    if not systems:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
+        raise ValueError(f"none of the systems works here ({reasons})")
+
+
 Candidates = Iterator[tuple[str, Callable[[], list[System]]]]
 
 
