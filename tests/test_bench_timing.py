@@ -90,8 +90,10 @@ def test_wrong_and_failing_systems_are_named_and_not_timed(capsys, tmp_path) -> 
 
     assert publish(result, tmp_path / "a.json", Console()) == 1
     printed = capsys.readouterr().out
-    assert "WRONG, not timed: one: off eager is off by 1.0e+00" in printed
-    assert "broken eager out of everything" in printed and "left out: two" in printed
+    assert "WRONG, not timed: off eager of one is off by 1.0e+00" in printed
+    assert (
+        "failed: broken eager of one: out of everything" in printed and "left out: two" in printed
+    )
     assert (tmp_path / "a.png").exists() and "off eager" in (tmp_path / "a.md").read_text()
 
 

@@ -81,6 +81,8 @@ def bench_encoder(args: argparse.Namespace, console: Console) -> int:
             may_compile=compiling < COMPILE_SECONDS,
         )
         compiling += took
+        if skipped := [s.name for s in systems if s.name not in row["systems"]]:
+            not_run.append(f"{skipped[0]} of {name} (first calls took {compiling:.0f} s already)")
         row["floor_ms"] = 1e3 * flops(encoder.config, grids) / rate
         result["workloads"][name] = row
         if args.save:  # so that an interrupted run leaves what it has
@@ -93,13 +95,14 @@ def publish(result: dict[str, Any], path: Path | None, console: Console) -> int:
     """Print and save; 1 if a system's output was wrong."""
     sheets = report.encoder_sheets(result)
     lines = report.missing_lines(result["systems"], result["not_run"])
-    wrong = [
-        f"{workload}: {name} {one.get('failed') or 'is off by {error:.1e}'.format(**one)}"
-        for workload, row in result["workloads"].items()
-        for name, one in row["systems"].items()
-        if one["wrong"]
-    ]
-    lines += [f"WRONG, not timed: {line}" for line in wrong]
+    wrong = False
+    for workload, row in result["workloads"].items():
+        for name, one in row["systems"].items():
+            if "failed" in one:
+                lines.append(f"failed: {name} of {workload}: {one['failed']}")
+            elif one["wrong"]:
+                wrong = True
+                lines.append(f"WRONG, not timed: {name} of {workload} is off by {one['error']:.1e}")
     if result["compile_s"]:
         lines.append(f"torch.compile took {result['compile_s']:.0f} s in first calls, not in times")
     console.print(report.title_of(result), highlight=False)
@@ -110,7 +113,7 @@ def publish(result: dict[str, Any], path: Path | None, console: Console) -> int:
     if path:
         report.save(result, path, sheets, lines, report.encoder_picture(result))
         console.print(f"wrote {path.with_suffix('')}.json, .md, .png", markup=False)
-    return int(bool(wrong))
+    return int(wrong)
 
 
 def measure(

@@ -4,7 +4,7 @@ Written for 0.26; what is used here of it is the same from 0.23 on.
 """
 
 import os
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,15 +24,16 @@ def vllm_systems(setup: Setup, backend: str) -> list[System]:
     Raises:
         ImportError, ValueError: vLLM or the backend is not there.
     """
-    import vllm.v1.worker.encoder_cudagraph as graphs
     from vllm.config import set_current_vllm_config
+    from vllm.model_executor.models import qwen3_vl
     from vllm.model_executor.models.vision import run_dp_sharded_mrope_vision_model
+    from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
     encoder, replayed = setup.encoder, []
     device, dtype = encoder.device, encoder.dtype
     config = _config(setup, backend)
 
-    class Manager(graphs.EncoderCudaGraphManager):
+    class Manager(EncoderCudaGraphManager):
         """Remembers what it replayed."""
 
         def _run_budget_graph(
@@ -45,7 +46,7 @@ def vllm_systems(setup: Setup, backend: str) -> list[System]:
 
     _join(setup.ranks, device)
     with set_current_vllm_config(config):
-        model = _model(config, dtype, device)
+        model = _model(qwen3_vl, config, dtype, device)
         copy_weights(encoder, model.visual)
         for module in model.visual.modules():
             if (method := getattr(module, "quant_method", None)) is not None:
@@ -103,9 +104,10 @@ def _config(setup: Setup, backend: str) -> Any:
     return config
 
 
-def _model(config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def _model(
+    qwen3_vl: ModuleType, config: Any, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
     """vLLM's model without its language half: the tower and the methods its manager calls."""
-    from vllm.model_executor.models import qwen3_vl
 
     class Tower(qwen3_vl.Qwen3VLForConditionalGeneration):
         """Only what the graph methods read is set."""
