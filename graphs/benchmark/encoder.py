@@ -27,12 +27,11 @@ from vitgraph.graphs.benchmark.systems import (
 from vitgraph.graphs.benchmark.timing import matmul_rate, peak_mib, replay_ms, time_in_turns
 from vitgraph.graphs.benchmark.workloads import (
     ALL_WORKLOADS,
-    CPU_SECONDS,
-    SECONDS,
     Batch,
     flops,
     load_sizes,
     make_batch,
+    seconds_for,
 )
 from vitgraph.graphs.encode import choose
 
@@ -44,7 +43,7 @@ MOST_CPU_TOKENS = 512  # larger batches are for GPUs
 def bench_encoder(args: argparse.Namespace, console: Console) -> int:
     """Measure, print, save; 1 if a system's output was wrong."""
     device, dtype, geometry = choose(args)
-    args.seconds = args.seconds or (SECONDS if device.type == "cuda" else CPU_SECONDS)
+    args.seconds = args.seconds or seconds_for(device)
     started = time.monotonic()
     workloads, not_run = _workloads(args, device)
     encoder = Qwen3VLVisionEncoder.random(GEOMETRIES[geometry], device=device, dtype=dtype)
@@ -78,7 +77,7 @@ def bench_encoder(args: argparse.Namespace, console: Console) -> int:
             result["baseline"],
             turns=args.repeats,
             seconds=args.workload_seconds,
-            may_compile=compiling < COMPILE_SECONDS,
+            may_compile=compiling < min(COMPILE_SECONDS, args.seconds / 4),
         )
         compiling += took
         if skipped := [s.name for s in systems if s.name not in row["systems"]]:
@@ -86,7 +85,7 @@ def bench_encoder(args: argparse.Namespace, console: Console) -> int:
         row["floor_ms"] = 1e3 * flops(encoder.config, grids) / rate
         result["workloads"][name] = row
         if args.save:  # so that an interrupted run leaves what it has
-            report.save(result, args.save, [], [], None)
+            report.save(result, args.save)
     result["compile_s"] = compiling
     return publish(result, args.save, console)
 
@@ -105,14 +104,7 @@ def publish(result: dict[str, Any], path: Path | None, console: Console) -> int:
                 lines.append(f"WRONG, not timed: {name} of {workload} is off by {one['error']:.1e}")
     if result["compile_s"]:
         lines.append(f"torch.compile took {result['compile_s']:.0f} s in first calls, not in times")
-    console.print(report.title_of(result), highlight=False)
-    for sheet in sheets[:2]:
-        sheet.print(console)
-    for line in lines:
-        console.print(line, markup=False, highlight=False)
-    if path:
-        report.save(result, path, sheets, lines, report.encoder_picture(result))
-        console.print(f"wrote {path.with_suffix('')}.json, .md, .png", markup=False)
+    report.publish(result, sheets, lines, report.encoder_picture(result), path, console)
     return int(wrong)
 
 

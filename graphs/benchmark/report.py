@@ -83,11 +83,12 @@ def ratio(others: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table of strings; the first column is aligned to the left."""
+    """A table of strings, its first column aligned to the left; long ones are only saved."""
 
     title: str
     head: list[str]
     rows: list[list[str]]
+    printed: bool = True
 
     def print(self, console: Console) -> None:
         """On the terminal."""
@@ -145,8 +146,8 @@ def encoder_sheets(result: dict[str, Any]) -> list[Sheet]:
     return [
         Sheet("Median time to the synchronised result, ms", [*head, "floor"], times),
         Sheet(f"Times as long as {result['baseline']}: median (quartiles)", head, ratios),
-        Sheet("Every number, ms", ["workload", "system", *detail], details),
-        Sheet("Capture", ["system", "seconds", "MiB"], systems),
+        Sheet("Every number, ms", ["workload", "system", *detail], details, False),
+        Sheet("Capture", ["system", "seconds", "MiB"], systems, False),
     ]
 
 
@@ -191,15 +192,35 @@ def title_of(result: dict[str, Any]) -> str:
 
 
 def save(
-    result: dict[str, Any], path: Path, sheets: Sequence[Sheet], lines: Sequence[str], figure: Any
+    result: dict[str, Any], path: Path, sheets: Sequence[Sheet] = (), lines: Sequence[str] = ()
 ) -> None:
-    """Write PATH as JSON, and beside it the tables as .md and the picture as .png."""
+    """Write PATH as JSON, and beside it the tables as .md."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     text = [title_of(result), *(sheet.markdown() for sheet in sheets), *(f"- {x}" for x in lines)]
     path.with_suffix(".md").write_text("\n\n".join(text).rstrip() + "\n")
-    if figure is not None:
-        figure.savefig(path.with_suffix(".png"), dpi=110)
+
+
+def publish(
+    result: dict[str, Any],
+    sheets: Sequence[Sheet],
+    lines: Sequence[str],
+    picture: "Figure | None",
+    path: Path | None,
+    console: Console,
+) -> None:
+    """Print what matters; save everything where there is a path."""
+    console.print(title_of(result), highlight=False)
+    for sheet in sheets:
+        if sheet.printed:
+            sheet.print(console)
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
+    if path:
+        save(result, path, sheets, lines)
+        if picture is not None:
+            picture.savefig(path.with_suffix(".png"), dpi=110)
+        console.print(f"wrote {path.with_suffix('')}.json, .md, .png", markup=False)
 
 
 def new_figure(width: float, height: float) -> "Figure | None":

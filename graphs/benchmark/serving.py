@@ -6,6 +6,7 @@ parallel  20 images of 336x336 a request over the ranks of one host, in processe
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -21,27 +22,11 @@ from rich.progress import Progress
 
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.encoder.inputs import Grid
-from vitgraph.graphs.benchmark import report
-from vitgraph.graphs.benchmark.systems import (
-    TOLERANCE,
-    Setup,
-    System,
-    baseline_of,
-    build,
-    require,
-    rows,
-)
+from vitgraph.graphs.benchmark import report, workloads
+from vitgraph.graphs.benchmark import systems as ways
+from vitgraph.graphs.benchmark.systems import Setup, System, rows
 from vitgraph.graphs.benchmark.timing import time_in_turns
-from vitgraph.graphs.benchmark.workloads import (
-    CPU_SECONDS,
-    SECONDS,
-    SERVING_BUDGETS,
-    SERVING_ITEMS,
-    Batch,
-    load_sizes,
-    make_batch,
-    photographs,
-)
+from vitgraph.graphs.benchmark.workloads import Batch, load_sizes, make_batch, photographs
 from vitgraph.graphs.encode import choose
 
 REQUESTS = {"images": (3000, 300), "parallel": (1000, 200)}  # measured, after so many to warm up
@@ -57,20 +42,19 @@ LEAST_SECONDS, GRACE_SECONDS = 20, 60  # of a launch; to start and to end
 def bench_serving(args: argparse.Namespace, console: Console) -> int:
     """Measure, print, save; 1 if an output was wrong or a rank failed."""
     device, dtype, geometry = choose(args)
-    args.seconds = args.seconds or (SECONDS if device.type == "cuda" else CPU_SECONDS)
+    args.seconds = args.seconds or workloads.seconds_for(device)
     if min(args.ranks) < 1:
         raise ValueError(f"--ranks {min(args.ranks)} is no number of processes")
-    if device.type == "cuda" and max(args.ranks) > torch.cuda.device_count():
-        raise ValueError(
-            f"--ranks {max(args.ranks)}: this host has {torch.cuda.device_count()} GPUs"
-        )
+    most = torch.cuda.device_count() if device.type == "cuda" else max(args.ranks)
+    if max(args.ranks) > most:
+        raise ValueError(f"--ranks {max(args.ranks)}: this host has {most} GPUs")
     deadline = time.monotonic() + args.seconds
     sizes = load_sizes(args.sizes) if args.sizes else None
     result: dict[str, Any] = report.header(device) | {
         "geometry": geometry,
         "dtype": str(dtype).removeprefix("torch."),
-        "budgets": SERVING_BUDGETS,
-        "max_items": SERVING_ITEMS,
+        "budgets": workloads.SERVING_BUDGETS,
+        "max_items": workloads.SERVING_ITEMS,
         "systems": {},
         "experiments": {},
         "not_run": [],
@@ -80,11 +64,11 @@ def bench_serving(args: argparse.Namespace, console: Console) -> int:
         both = "parallel" in args.experiments
         seconds = args.seconds * (SHARE_OF_IMAGES if both else 1)
         run_images(args, encoder, sizes, seconds, result, console)
-        _save(result, args.save)
     for place, ranks in enumerate(args.ranks if "parallel" in args.experiments else ()):
         seconds = (deadline - time.monotonic()) / (len(args.ranks) - place)
+        if args.save:  # so that an interrupted run leaves what it has
+            report.save(result, args.save)
         run_parallel(args, ranks, seconds, result, console)
-        _save(result, args.save)
     add_scaling(result["experiments"])
     return publish(result, args.save, console)
 
@@ -99,16 +83,15 @@ def run_images(
 ) -> None:
     """A stream of single-image requests; sizes are repeated where there are fewer than requests."""
     started = time.monotonic()
-    setup = Setup(
-        encoder, SERVING_BUDGETS, SERVING_ITEMS, tuple(args.attention), tuple(args.backends)
-    )
+    budgets, items = workloads.SERVING_BUDGETS, workloads.SERVING_ITEMS
+    setup = Setup(encoder, budgets, items, tuple(args.attention), tuple(args.backends))
     with console.status("building and capturing"):
-        systems, missing = build(setup, args.systems)
-        require(systems, missing)
+        systems, missing = ways.build(setup, args.systems)
+        ways.require(systems, missing)
     result["systems"] |= {name: {"missing": reason} for name, reason in missing.items()}
     requests, warm_up = _counts(args, "images")
     stream = sizes or photographs(requests + warm_up)
-    pixels = make_batch(encoder, [max(stream, key=lambda grid: grid[1] * grid[2])]).pixels
+    pixels = make_batch(encoder, [max(stream, key=math.prod)]).pixels
     batches = [
         Batch(pixels[: t * h * w], [(t, h, w)])
         for t, h, w in (stream[n % len(stream)] for n in range(requests + warm_up))
@@ -121,13 +104,8 @@ def run_images(
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("requests", total=requests)
         left = seconds - (time.monotonic() - started)
-        experiment |= measure(
-            systems,
-            batches,
-            warm_up,
-            left,
-            progress=lambda done: bar.update(task, completed=done),
-        )
+        tell = lambda done: bar.update(task, completed=done)  # noqa: E731
+        experiment |= measure(systems, batches, warm_up, left, progress=tell)
     result["experiments"]["images"] = experiment
 
 
@@ -209,7 +187,7 @@ def measure(
     count = agree(max(min(len(batches) - warm_up, int(left / turn)), 1))
     chosen = batches[warm_up : warm_up + count]
     times = time_in_turns(systems, chosen, device, before=before, progress=progress)
-    baseline = baseline_of(systems)
+    baseline = ways.baseline_of(systems)
     return {
         "warm_up": warm,
         "requests": count,
@@ -252,7 +230,7 @@ def add_scaling(experiments: dict[str, dict[str, Any]]) -> None:
 
 def publish(result: dict[str, Any], path: Path | None, console: Console) -> int:
     """Print and save; 1 if an output was wrong or something failed."""
-    tolerance = TOLERANCE[getattr(torch, result["dtype"])]
+    tolerance = ways.TOLERANCE[getattr(torch, result["dtype"])]
     lines = report.missing_lines(result["systems"], result["not_run"])
     wrong = False
     for name, one in result["experiments"].items():
@@ -263,21 +241,8 @@ def publish(result: dict[str, Any], path: Path | None, console: Console) -> int:
                 wrong = True
                 lines.append(f"WRONG: {name}: {system} is off by {error:.1e}")
     sheets = [s for one in result["experiments"].values() for s in report.serving_sheets(one)]
-    console.print(report.title_of(result), highlight=False)
-    for sheet in sheets:
-        sheet.print(console)
-    for line in lines:
-        console.print(line, markup=False, highlight=False)
-    if path:
-        report.save(result, path, sheets, lines, report.serving_picture(result))
-        console.print(f"wrote {path.with_suffix('')}.json, .md, .png", markup=False)
+    report.publish(result, sheets, lines, report.serving_picture(result), path, console)
     return int(wrong or any("failed" in line for line in result["not_run"]))
-
-
-def _save(result: dict[str, Any], path: Path | None) -> None:
-    """What there is, in case the rest is interrupted."""
-    if path:
-        report.save(result, path, [], [], None)
 
 
 def _counts(args: argparse.Namespace, experiment: str) -> tuple[int, int]:

@@ -2,8 +2,9 @@
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ def build(setup: Setup, families: Sequence[str]) -> tuple[list[System], dict[str
     missing: dict[str, str] = {}
     batch = make_batch(setup.encoder, [(1, 16, 16), (1, 20, 20)])
     for family in families:
-        for name, make in FAMILIES[family](setup):
+        for name, make in FAMILIES[family](setup).items():
             try:
                 made = make()
                 for system in made:
@@ -121,87 +122,64 @@ def require(systems: Sequence[System], missing: dict[str, str]) -> None:
         raise ValueError(f"none of the systems works here ({reasons})")
 
 
-Candidates = Iterator[tuple[str, Callable[[], list[System]]]]
+def measure_capture(capture: Callable[[], Any], device: torch.device) -> dict[str, float]:
+    """Seconds that a capture takes and MiB by which it fills the GPU, as fields of `System`."""
 
+    def free() -> int:
+        synchronize(device)
+        return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
-def measure_capture(capture: Callable[[], Any], device: torch.device) -> tuple[float, float]:
-    """Seconds that a capture takes and MiB by which it fills the GPU."""
-    on_gpu = device.type == "cuda"
-    synchronize(device)
-    before = torch.cuda.mem_get_info(device)[0] if on_gpu else 0
-    started = time.perf_counter()
+    before, started = free(), time.perf_counter()
     capture()
-    synchronize(device)
-    seconds = time.perf_counter() - started
-    after = torch.cuda.mem_get_info(device)[0] if on_gpu else 0
-    return seconds, (before - after) / 2**20
+    after = free()
+    return {"capture_s": time.perf_counter() - started, "memory_mib": (before - after) / 2**20}
 
 
-def _vitgraph(setup: Setup) -> Candidates:
-    for attention in setup.attention:
-        name = "vitgraph" if attention == "auto" else f"vitgraph {attention}"
-        yield name, lambda name=name, attention=attention: _ours(setup, name, attention)
+Makers = dict[str, Callable[[], list[System]]]
+
+
+def _vitgraph(setup: Setup) -> Makers:
+    names = {name: f"vitgraph {name}".removesuffix(" auto") for name in setup.attention}
+    return {names[name]: partial(_ours, setup, names[name], name) for name in names}
 
 
 def _ours(setup: Setup, name: str, attention: str) -> list[System]:
-    given = setup.encoder
-    encoder = Qwen3VLVisionEncoder(
-        given.config, device="meta", dtype=given.dtype, attention=attention
-    )
-    encoder.share_weights(given)
-    manager = EncoderCudaGraphManager(
-        encoder, CompilationConfig(True, setup.budgets, setup.max_items), log_interval=0
-    )
-    capture_s, memory_mib = measure_capture(manager.capture, given.device)
+    config, dtype = setup.encoder.config, setup.encoder.dtype
+    encoder = Qwen3VLVisionEncoder(config, device="meta", dtype=dtype, attention=attention)
+    encoder.share_weights(setup.encoder)
+    compilation = CompilationConfig(True, setup.budgets, setup.max_items)
+    manager = EncoderCudaGraphManager(encoder, compilation, log_interval=0)
+    captured = measure_capture(manager.capture, encoder.device)
 
     def replays() -> list[tuple[int | None, Any]]:
         graphs = manager.budget_graphs
         budgets = [pack.budget for pack in manager.last_plan]
         return [(budget, graphs[budget].graph if budget else None) for budget in budgets]
 
+    eager, graph = (lambda batch: encoder(batch.pixels, batch.grids)), manager
     if setup.ranks > 1:
-        eager, graph = DataParallelEncoder(encoder), DataParallelEncoder(manager)
-        return [
-            System(f"{name} eager", lambda batch: eager.execute(batch.mm_kwargs)),
-            System(
-                f"{name} graph",
-                lambda batch: graph.execute(batch.mm_kwargs),
-                replays,
-                capture_s,
-                memory_mib,
-            ),
-        ]
+        alone, graph = DataParallelEncoder(encoder), DataParallelEncoder(manager)
+        eager = lambda batch: alone.execute(batch.mm_kwargs)  # noqa: E731
     return [
-        System(f"{name} eager", lambda batch: encoder(batch.pixels, batch.grids)),
-        System(
-            f"{name} graph",
-            lambda batch: manager.execute(batch.mm_kwargs),
-            replays,
-            capture_s,
-            memory_mib,
-        ),
+        System(f"{name} eager", eager),
+        System(f"{name} graph", lambda batch: graph.execute(batch.mm_kwargs), replays, **captured),
     ]
 
 
-def _vllm(setup: Setup) -> Candidates:
+def _vllm(setup: Setup) -> Makers:
     from vitgraph.graphs.benchmark.vllm_tower import vllm_systems
 
-    for backend in setup.backends:
-        yield f"vllm {backend}", lambda backend=backend: vllm_systems(setup, backend)
+    return {f"vllm {backend}": partial(vllm_systems, setup, backend) for backend in setup.backends}
 
 
-def _transformers(setup: Setup) -> Candidates:
-    yield "transformers eager", lambda: [_theirs(setup, "transformers eager")]
+def _transformers(setup: Setup, name: str = "transformers eager") -> Makers:
+    return {name: partial(_theirs, setup, name)}
 
 
-def _compile(setup: Setup) -> Candidates:
-    yield "transformers compile", lambda: [_theirs(setup, "transformers compile", compiles=True)]
-
-
-def _theirs(setup: Setup, name: str, compiles: bool = False) -> System:
+def _theirs(setup: Setup, name: str) -> list[System]:
     from vitgraph.graphs.demo import transformers_tower
 
-    encoder = setup.encoder
+    encoder, compiles = setup.encoder, name.endswith("compile")
     tower = transformers_tower(encoder.config, encoder.device, encoder.dtype)
     copy_weights(encoder, tower)
     forward = torch.compile(tower, dynamic=True) if compiles else tower
@@ -211,7 +189,7 @@ def _theirs(setup: Setup, name: str, compiles: bool = False) -> System:
         output = forward(batch.pixels, batch.grid_tensor)
         return torch.cat([output.pooler_output, *output.deepstack_features], dim=1)
 
-    return System(name, encode, compiles=compiles)
+    return [System(name, encode, compiles=compiles)]
 
 
 @torch.no_grad()
@@ -232,9 +210,9 @@ def copy_weights(encoder: Qwen3VLVisionEncoder, tower: nn.Module) -> None:
         parameter.copy_(ours[name].view_as(parameter))
 
 
-FAMILIES: dict[str, Callable[[Setup], Candidates]] = {
+FAMILIES: dict[str, Callable[[Setup], Makers]] = {
     "vitgraph": _vitgraph,
     "vllm": _vllm,
     "transformers": _transformers,
-    "compile": _compile,
+    "compile": partial(_transformers, name="transformers compile"),
 }

@@ -54,7 +54,7 @@ def vllm_systems(setup: Setup, backend: str) -> list[System]:
         manager = Manager(config, device, dtype, model)
         on_gpu = device.type == "cuda"
         pool = torch.cuda.graph_pool_handle() if on_gpu else None
-        capture_s, memory_mib = measure_capture(lambda: manager.capture(pool), device)
+        captured = measure_capture(lambda: manager.capture(pool), device)
 
     @torch.inference_mode()
     def eager(batch: Batch) -> Tensor | tuple[Tensor, ...]:
@@ -74,7 +74,7 @@ def vllm_systems(setup: Setup, backend: str) -> list[System]:
 
     return [
         System(f"vllm {backend} eager", eager),
-        System(f"vllm {backend} graph", graph, lambda: list(replayed), capture_s, memory_mib),
+        System(f"vllm {backend} graph", graph, lambda: list(replayed), **captured),
     ]
 
 

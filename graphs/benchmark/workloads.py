@@ -22,8 +22,6 @@ from vitgraph.graphs.media import IMAGE_SUFFIXES
 BUDGETS, MAX_ITEMS = (128, 256, 512, 1024, 2048, 4096, 6144), 32
 SERVING_BUDGETS, SERVING_ITEMS = (512, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 4864), 8
 
-SECONDS, CPU_SECONDS = 440, 20  # that a run may take, unless told otherwise
-
 # Grids after the processor's resize: a side is a multiple of 32 pixels, 2 patches.
 _224, _256, _336, _448, _672, _1008 = ((1, n, n) for n in (16, 16, 20, 28, 42, 64))
 _1280X720 = (1, 44, 80)
@@ -139,6 +137,11 @@ def load_sizes(path: Path) -> list[Grid]:
 def _image_size(path: Path) -> tuple[int, int]:
     with Image.open(path) as image:
         return image.size
+
+
+def seconds_for(device: torch.device) -> float:
+    """How long a run may take, unless told otherwise."""
+    return 440 if device.type == "cuda" else 20
 
 
 def flops(config: VisionConfig, grids: Sequence[Grid]) -> float:
