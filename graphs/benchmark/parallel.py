@@ -71,13 +71,10 @@ def main(options: dict[str, Any]) -> None:
     fewer = errors_of(ours, encoder, few)
     requests, warm_up = options["requests"], options["warm_up"]
     others = [name for name in options["systems"] if name != "vitgraph"]
-    if not others:
-        run(ours, missing, requests, warm_up)
-    else:
-        if ours:
-            run(ours, missing, min(requests, FIRST_REQUESTS), min(warm_up, FIRST_REQUESTS))
-        theirs, absent = build(setup, others)
-        run([*ours, *theirs], missing | absent, requests, warm_up)
+    if ours and others:
+        run(ours, missing, min(requests, FIRST_REQUESTS), min(warm_up, FIRST_REQUESTS))
+    theirs, absent = build(setup, others)
+    run([*ours, *theirs], missing | absent, requests, warm_up)
     dist.destroy_process_group()
 
 

@@ -5,6 +5,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -35,7 +36,7 @@ def header(device: torch.device | None = None) -> dict[str, str]:
             try:
                 versions[name] = importlib.metadata.version(name)
             except importlib.metadata.PackageNotFoundError:
-                versions[name] = "unknown"
+                versions[name] = getattr(sys.modules.get(name), "__version__", "unknown")
     return {
         "date": date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(device) if on_gpu else "none",

@@ -70,6 +70,7 @@ def bench_serving(args: argparse.Namespace, console: Console) -> int:
             report.save(result, args.save)
         run_parallel(args, ranks, seconds, result, console)
     add_scaling(result["experiments"])
+    result |= report.header(device)  # now that everything is imported
     return publish(result, args.save, console)
 
 
@@ -143,9 +144,10 @@ def run_parallel(
             except (subprocess.TimeoutExpired, KeyboardInterrupt):
                 process.terminate()  # the launcher ends its ranks
                 process.wait()
-        if not output.exists():
+        if process.returncode:
             tail = log.read_text(errors="replace").strip()[-2000:]
-            result["not_run"].append(f"{name}: failed: {tail}")
+            result["not_run"].append(f"{name}: failed, status {process.returncode}: {tail}")
+        if not output.exists():
             return
         found = json.loads(output.read_text())
     missing = found.pop("missing")
