@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from vitgraph.graphs.benchmark import report
+from vitgraph.graphs.benchmark import pictures, report
 from vitgraph.graphs.benchmark.serving import add_scaling, publish
 
 NAMES = ["vitgraph eager", "vitgraph graph", "vllm FLASH_ATTN eager", "vllm FLASH_ATTN graph"]
@@ -105,7 +105,7 @@ def test_scaling_and_what_graphs_save(serving_result, capsys, tmp_path) -> None:
 @pytest.mark.parametrize("kind", ["encoder", "serving"])
 def test_nothing_in_the_picture_is_cut(kind, encoder_result, serving_result) -> None:
     result = encoder_result if kind == "encoder" else serving_result
-    figure = getattr(report, f"{kind}_picture")(result)
+    figure = getattr(pictures, f"{kind}_picture")(result)
     FigureCanvasAgg(figure).draw()
     box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
     assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height

@@ -14,6 +14,7 @@ from torch import Tensor
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.encoder.inputs import Grid
 from vitgraph.graphs.benchmark import report
+from vitgraph.graphs.benchmark.pictures import encoder_picture
 from vitgraph.graphs.benchmark.systems import (
     TOLERANCE,
     Setup,
@@ -104,7 +105,7 @@ def publish(result: dict[str, Any], path: Path | None, console: Console) -> int:
                 lines.append(f"WRONG, not timed: {name} of {workload} is off by {one['error']:.1e}")
     if result["compile_s"]:
         lines.append(f"torch.compile took {result['compile_s']:.0f} s in first calls, not in times")
-    report.publish(result, sheets, lines, report.encoder_picture(result), path, console)
+    report.publish(result, sheets, lines, encoder_picture(result), path, console)
     return int(wrong)
 
 

@@ -24,6 +24,7 @@ from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.encoder.inputs import Grid
 from vitgraph.graphs.benchmark import report, workloads
 from vitgraph.graphs.benchmark import systems as ways
+from vitgraph.graphs.benchmark.pictures import serving_picture
 from vitgraph.graphs.benchmark.systems import Setup, System, rows
 from vitgraph.graphs.benchmark.timing import time_in_turns
 from vitgraph.graphs.benchmark.workloads import Batch, load_sizes, make_batch, photographs
@@ -243,7 +244,7 @@ def publish(result: dict[str, Any], path: Path | None, console: Console) -> int:
                 wrong = True
                 lines.append(f"WRONG: {name}: {system} is off by {error:.1e}")
     sheets = [s for one in result["experiments"].values() for s in report.serving_sheets(one)]
-    report.publish(result, sheets, lines, report.serving_picture(result), path, console)
+    report.publish(result, sheets, lines, serving_picture(result), path, console)
     return int(wrong or any("failed" in line for line in result["not_run"]))
 
 
