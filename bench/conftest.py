@@ -48,11 +48,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_rows], config.stash[_ceilings], config.stash[_summaries] = [], {}, []
+    config.stash[_before] = _load(config.getoption("compare"))
 
 
 _rows = pytest.StashKey[list[Row]]()
 _summaries = pytest.StashKey[list[tuple[Table, dict]]]()
 _ceilings = pytest.StashKey[dict[str, float]]()
+_before = pytest.StashKey[dict]()
+
+
+def _load(path: Path | None) -> dict:
+    """An earlier result, read before anything is measured."""
+    try:
+        return {"rows": []} if path is None else json.loads(path.read_text()) | {"path": path}
+    except (OSError, ValueError) as error:
+        raise pytest.UsageError(f"--compare {path}: {error}") from None
 
 
 @pytest.fixture(scope="session")
@@ -237,12 +247,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not rows:
         return
     header = _header(config.stash[_ceilings])
-    before: dict[str, float] = {}
-    if config.getoption("compare"):
-        saved = json.loads(config.getoption("compare").read_text())
-        before = {row["name"]: row["median_us"] for row in saved["rows"]}
+    saved = config.stash[_before]
+    before = {row["name"]: row["median_us"] for row in saved["rows"]}
     summaries = config.stash[_summaries]
     Console(width=160).print(_table(rows, header, before), *(table for table, _ in summaries))
+    if before:
+        origin = "{gpu}, torch {torch}, triton {triton}, commit {commit}, {date}".format(**saved)
+        terminalreporter.write_line(f"change against {saved['path']}: {origin}")
     if config.getoption("save"):
         RESULTS.mkdir(exist_ok=True)
         gpu = header["gpu"].replace(" ", "-").lower()

@@ -17,12 +17,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from encoder_graphs import BUDGETS, MAX_ITEMS, WORKLOADS
 from rich.console import Console
 from rich.table import Table
 
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager
+from vitgraph.graphs.benchmark.report import header
+from vitgraph.graphs.benchmark.workloads import BUDGETS, MAX_ITEMS, WORKLOADS
 from vitgraph.graphs.data_parallel import DataParallelEncoder
 
 BATCHES = ("20 x (1,20,20)", "mix of 7")
@@ -80,7 +81,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         Console(width=100).print(view)
         if args.save:
-            result = {"ranks": parallel.world, "geometry": args.geometry, "batches": rows}
+            result = header(device) | {"ranks": parallel.world, "geometry": args.geometry}
+            result["batches"] = rows
             args.save.write_text(json.dumps(result, indent=1) + "\n")
     dist.destroy_process_group()
 

@@ -13,12 +13,13 @@ import statistics
 from pathlib import Path
 
 import torch
-from encoder_graphs import header, wall
 from rich.console import Console
 from rich.table import Table
 
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager
+from vitgraph.graphs.benchmark.report import header
+from vitgraph.graphs.benchmark.timing import wall
 
 CAPACITY = 6144
 Grids = list[tuple[int, int, int]]

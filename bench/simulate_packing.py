@@ -13,7 +13,7 @@ perfect    of the packing and the budgets: costs linear in the rows that are bel
            budget and of running eagerly, one run a request; no padding, no limits
 
 Nothing runs on a GPU. The cost model is fitted to the times in a results file of
-bench/encoder_graphs.py: from call to synchronised result, graph and eager.
+`vitgraph bench encoder`: from call to synchronised result, graph and eager.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from vitgraph.graphs.benchmark.workloads import ALL_WORKLOADS, photograph
 from vitgraph.graphs.budgets import TrafficRecorder, ladder, traffic
 from vitgraph.graphs.config import Limits, powers_of_two
 from vitgraph.graphs.cost import CostModel, Sample
@@ -43,28 +44,6 @@ SMALLEST, LARGEST, MAX_ITEMS, MAX_SEQUENCES = 64, 8192, 32, 64
 REQUESTS, SEED = 2000, 42
 
 Grid = tuple[int, int, int]
-# The workloads of bench/encoder_graphs.py.
-WORKLOADS: dict[str, list[Grid]] = {
-    "1 x (1,20,20)": [(1, 20, 20)],
-    "1 x (1,32,32)": [(1, 32, 32)],
-    "1 x (1,48,64)": [(1, 48, 64)],
-    "1 x (1,68,120)": [(1, 68, 120)],
-    "1 x (1,128,180)": [(1, 128, 180)],
-    "8 x (1,32,32)": [(1, 32, 32)] * 8,
-    "20 x (1,20,20)": [(1, 20, 20)] * 20,
-    "1 video (8,24,40)": [(8, 24, 40)],
-    "mix of 7": [
-        (1, 14, 20), (1, 48, 64), (1, 30, 42), (1, 68, 120), (1, 26, 36), (1, 64, 36), (1, 20, 20)
-    ],
-}  # fmt: skip
-
-
-def lognormal(chance: random.Random) -> Grid:
-    """One photograph: median 350 tokens, clipped to 64..2500, aspect ratio around 1."""
-    tokens = min(max(chance.lognormvariate(math.log(350), 0.7), 64), 2500)
-    aspect = chance.lognormvariate(0, 0.35)
-    height = max(round(math.sqrt(tokens / aspect)), 1)
-    return (1, 2 * height, 2 * max(round(tokens / height), 1))
 
 
 def choice(*weighted: tuple[float, Grid]) -> Callable[[random.Random], Grid]:
@@ -83,8 +62,8 @@ five_sizes = choice(
 )
 # name -> (an item, fewest and most items of a request)
 MIXES: dict[str, tuple[Callable[[random.Random], Grid], int, int]] = {
-    "one photograph": (lognormal, 1, 1),
-    "1-8 photographs": (lognormal, 1, 8),
+    "one photograph": (photograph, 1, 1),
+    "1-8 photographs": (photograph, 1, 8),
     "20 of 336x336": (choice((1.0, (1, 20, 20))), 20, 20),
     "1-8 of 256x256, 1280x720": (two_sizes, 1, 8),
     "1-20 of five sizes": (five_sizes, 1, 20),
@@ -110,7 +89,7 @@ def samples_of(result: dict) -> list[Sample]:
     """Graph and eager times of a results file; of graphs only where one replay served all."""
     samples: list[Sample] = []
     for name, row in result["workloads"].items():
-        squares = sum(to_item(grid).squares for grid in WORKLOADS[name])
+        squares = sum(to_item(grid).squares for grid in ALL_WORKLOADS[name])
         samples.append((None, row["tokens"], squares, row["eager_ms"] / 1e3))
         if len(row["budgets"]) == 1 and row["budgets"][0]:
             samples.append((row["budgets"][0], row["tokens"], squares, row["graph_ms"] / 1e3))

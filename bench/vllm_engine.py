@@ -8,7 +8,7 @@ engine is tensor parallel, with every mm_encoder_tp_mode, and is also compared w
 Weights, random and large enough to matter, and inputs are the same in all. What is compared with
 vLLM's tower:
 
-embeddings   relative error over the nine workloads of encoder_graphs.py
+embeddings   relative error over the nine workloads of `vitgraph bench encoder`
 tokens       greedy, 30 prompts that differ in their pictures only: 1 to 20 images, video, both.
              Two towers that round differently may swap two tokens that the language model finds
              equally likely: such a prompt is counted as a tie, not as the same, if the two

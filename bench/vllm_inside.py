@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from encoder_graphs import BUDGETS, MAX_ITEMS, WORKLOADS, header
 from PIL import Image
 from torch import Tensor, nn
 from vllm_lanes import Recorder, engine_options, register_plugin
+
+from vitgraph.graphs.benchmark.report import header
+from vitgraph.graphs.benchmark.workloads import BUDGETS, MAX_ITEMS, WORKLOADS
 
 PROMPTS, NEW_TOKENS, SAMPLED_ROWS = 30, 4, 32
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"

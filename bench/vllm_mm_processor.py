@@ -163,7 +163,8 @@ def describe(llm: object) -> dict:
     """Which tower serves, where."""
     import torch
     import vllm
-    from encoder_graphs import header
+
+    from vitgraph.graphs.benchmark.report import header
 
     workers: list = []
     llm.collective_rpc(workers.append)  # one process: this is the worker itself

@@ -263,8 +263,10 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         # qkv and the MLP's activations are never alive together: one allocation serves both.
         widest = max(3 * config.hidden_size, config.intermediate_size)
         wide = x.new_empty(len(pixels) * widest)
-        qkv_buffer = wide[: len(pixels) * 3 * config.hidden_size].view(len(pixels), -1)
-        inner = wide[: len(pixels) * config.intermediate_size].view(len(pixels), -1)
+        qkv_buffer, inner = (
+            wide[: len(pixels) * width].view(len(pixels), width)
+            for width in (3 * config.hidden_size, config.intermediate_size)
+        )
         for depth, block in enumerate(self.blocks):
             norm, attn = block.norm1, block.attn
             y = ops.layer_norm(x, norm.weight, norm.bias, norm.eps, rows)

@@ -1,4 +1,4 @@
-"""Command line: `vitgraph encode`, `demo`, `stats`, `precompile`, `doctor`."""
+"""Command line: `vitgraph encode`, `demo`, `stats`, `precompile`, `bench`, `doctor`."""
 
 import argparse
 import sys
@@ -31,16 +31,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="vitgraph", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--device", default=None, help="cuda or cpu; the GPU where there is one")
-    common.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default=None)
-    common.add_argument("--attention", default="auto", help="attention backend (default: auto)")
-    common.add_argument(
+    tower = argparse.ArgumentParser(add_help=False)
+    tower.add_argument("--device", default=None, help="cuda or cpu; the GPU where there is one")
+    tower.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default=None)
+    tower.add_argument(
         "--geometry",
         choices=sorted(GEOMETRIES),
         default=None,
         help="without a model: random weights of this tower (default: 8b on a GPU, 2b on a CPU)",
     )
+    common = argparse.ArgumentParser(add_help=False, parents=[tower])
+    common.add_argument("--attention", default="auto", help="attention backend (default: auto)")
     common.add_argument(
         "--max-pixels", type=int, default=None, help="largest area of an image or frame"
     )
@@ -76,9 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     precompile.add_argument(
         "--arch", default="sm_90", help="sm_80, sm_86, sm_89, sm_90 (default) or sm_100"
     )
-    tower = precompile.add_mutually_exclusive_group()
-    tower.add_argument("--geometry", choices=sorted(GEOMETRIES), default="8b")
-    tower.add_argument("--model", default=None, help="checkpoint whose config.json to use")
+    source = precompile.add_mutually_exclusive_group()
+    source.add_argument("--geometry", choices=sorted(GEOMETRIES), default="8b")
+    source.add_argument("--model", default=None, help="checkpoint whose config.json to use")
     precompile.add_argument(
         "--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16"
     )
@@ -92,9 +93,84 @@ def _parser() -> argparse.ArgumentParser:
     stats.add_argument("--picture", type=Path, default=None, metavar="IMAGE")
     stats.set_defaults(run=_stats)
 
+    _add_bench(commands, tower)
+
     doctor = commands.add_parser("doctor", help="what is installed and what works here")
     doctor.set_defaults(run=_doctor)
     return parser
+
+
+def _add_bench(commands: argparse._SubParsersAction, tower: argparse.ArgumentParser) -> None:
+    bench = commands.add_parser("bench", help="times against vLLM's tower and transformers'")
+    kinds = bench.add_subparsers(required=True, metavar="KIND")
+
+    encoder = kinds.add_parser("encoder", parents=[tower], help="named batches, every system")
+    _add_bench_options(encoder, ["vitgraph", "vllm", "transformers", "compile"])
+    encoder.add_argument("--workloads", nargs="+", default=None, metavar="NAME", help="only these")
+    encoder.add_argument("--repeats", type=int, default=100, help="at most, of each (default: 100)")
+    encoder.add_argument(
+        "--workload-seconds", type=float, default=8, help="at most, for each (default: 8)"
+    )
+    encoder.set_defaults(run=_bench_encoder)
+
+    serving = kinds.add_parser("serving", parents=[tower], help="streams of requests")
+    _add_bench_options(serving, ["vitgraph", "vllm"])
+    serving.add_argument(
+        "--experiments",
+        nargs="+",
+        choices=["images", "parallel"],
+        default=["images", "parallel"],
+        help="one image a request; 20 images a request over --ranks (default: both)",
+    )
+    serving.add_argument(
+        "--ranks", type=int, nargs="+", default=[1], help="processes, e.g. 1 2 4 (default: 1)"
+    )
+    serving.add_argument("--requests", type=int, default=None, help="default: 3000 and 1000")
+    serving.add_argument("--warm-up", type=int, default=None, help="default: 300 and 200")
+    serving.set_defaults(run=_bench_serving)
+
+
+def _add_bench_options(parser: argparse.ArgumentParser, systems: list[str]) -> None:
+    every = ["vitgraph", "vllm", "transformers", "compile"]
+    parser.add_argument("--systems", nargs="+", choices=every, default=systems)
+    parser.add_argument(
+        "--attention", nargs="+", default=["auto"], help="of ours, one system each (default: auto)"
+    )
+    parser.add_argument(
+        "--backends",
+        nargs="+",
+        default=["FLASH_ATTN", "FLASHINFER"],
+        help="attention of vLLM's tower (default: FLASH_ATTN FLASHINFER)",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="JSON or CSV list of (t, h, w) in patches or (width, height) in pixels, or a folder "
+        "of images",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=None,
+        help="for everything (default: 440, on a CPU 20)",
+    )
+    parser.add_argument(
+        "--save", type=Path, default=None, metavar="FILE", help="write FILE as .json, .md and .png"
+    )
+
+
+def _bench_encoder(args: argparse.Namespace) -> int:
+    from vitgraph.graphs.benchmark.encoder import bench_encoder
+
+    return bench_encoder(args, console)
+
+
+def _bench_serving(args: argparse.Namespace) -> int:
+    from vitgraph.graphs.benchmark.serving import bench_serving
+
+    return bench_serving(args, console)
 
 
 def _encode(args: argparse.Namespace) -> int:

@@ -32,7 +32,7 @@ def demo(args: argparse.Namespace, console: Console) -> int:
         highlight=False,
     )
     with console.status("building the tower"):
-        reference = _transformers_tower(GEOMETRIES[geometry], device, dtype)
+        reference = transformers_tower(GEOMETRIES[geometry], device, dtype)
         encoder = Qwen3VLVisionEncoder.from_transformers(reference, attention=args.attention)
     manager = EncoderCudaGraphManager(
         encoder,
@@ -78,9 +78,8 @@ def _compare(
     return 0 if verdict == "equal" else 1
 
 
-def _transformers_tower(
-    config: VisionConfig, device: torch.device, dtype: torch.dtype
-) -> nn.Module:
+def transformers_tower(config: VisionConfig, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """transformers' tower of our geometry, its weights random."""
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 

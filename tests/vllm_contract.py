@@ -178,11 +178,16 @@ class Replay:
         self.output[: len(rows)].copy_(rows)
 
 
-def build_manager(model, monkeypatch):
-    """vLLM's manager with its graphs captured; `torch.cuda` is told nothing."""
+def stub_capture(monkeypatch) -> None:
+    """`torch.cuda` is told nothing."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: _nothing())
     monkeypatch.setattr(graphs, "current_stream", lambda: None, raising=False)
+
+
+def build_manager(model, monkeypatch):
+    """vLLM's manager with its graphs captured, in name."""
+    stub_capture(monkeypatch)
     config = model.test_config
     with set_current_vllm_config(config):
         manager = graphs.EncoderCudaGraphManager(config, torch.device("cpu"), torch.float32, model)
@@ -686,3 +691,52 @@ def test_doctor(monkeypatch) -> None:
     assert "cannot be imported" in report.report()["tower"]
     monkeypatch.setenv("VITGRAPH_DISABLE", "1")
     assert report.report()["tower"] == "vLLM's own: VITGRAPH_DISABLE is set"
+
+
+@pytest.mark.skipif(MINOR < 23, reason="the benchmark is for vLLM's manager as of 0.23")
+def test_the_benchmark_runs_vllms_tower(monkeypatch) -> None:
+    """`vitgraph bench`: the same weights under vLLM's own tower and manager, without an engine."""
+    stub_capture(monkeypatch)
+    from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
+    from vitgraph.graphs.benchmark import systems
+    from vitgraph.graphs.benchmark.workloads import make_batch
+
+    class RealRows(Replay):
+        """Without a GPU vLLM's attention takes no rows behind the last sequence."""
+
+        @torch.inference_mode()
+        def replay(self) -> None:
+            inputs = self.arguments[0]
+            count = inputs["cu_seqlens"][-1]
+            cut = {k: v[:count] if v is not None and v.ndim == 2 else v for k, v in inputs.items()}
+            rows = self.model.encoder_cudagraph_forward(cut)
+            self.output.fill_(float("nan"))
+            self.output[: len(rows)].copy_(rows)
+
+    capture = graphs.EncoderCudaGraphManager.capture
+
+    def capture_and_stand_in(manager, pool) -> None:
+        capture(manager, pool)
+        for captured in _captured(manager):
+            arguments = (captured.input_buffers,)
+            captured.graph = RealRows(manager.model, arguments, captured.output_buffer)
+
+    monkeypatch.setattr(graphs.EncoderCudaGraphManager, "capture", capture_and_stand_in)
+    encoder = Qwen3VLVisionEncoder.random(VisionConfig.from_dict(VISION))
+    setup = systems.Setup(encoder, tuple(BUDGETS), ITEMS, backends=("TORCH_SDPA", "NOSUCH"))
+    found, missing = systems.build(setup, ["vllm"])
+    assert list(missing) == ["vllm NOSUCH"], missing
+    assert [system.name for system in found] == ["vllm TORCH_SDPA eager", "vllm TORCH_SDPA graph"]
+    for grids, budgets in (
+        ([(1, 8, 12), (1, 4, 6)], [64]),
+        ([(3, 4, 6)], [64]),
+        ([(1, 16, 16)] * 10, [512, 128]),
+        ([(1, 2, 1026), (1, 4, 4)], [64, None]),
+    ):
+        batch = make_batch(encoder, grids)
+        expected = encoder(batch.pixels, batch.grids)
+        for system in found:
+            torch.testing.assert_close(
+                systems.rows(system.encode(batch)), expected, rtol=1e-4, atol=1e-4
+            )
+        assert [budget for budget, _ in found[1].replays()] == budgets

@@ -1,0 +1,87 @@
+"""`vitgraph bench` from the command line, on a CPU and a tiny tower."""
+
+import json
+
+import pytest
+
+from vitgraph.graphs.cli import main
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TINY = ["--geometry", "tiny", "--device", "cpu"]
+
+
+def test_bench_encoder(tmp_path, capsys) -> None:
+    path = tmp_path / "results" / "encoder.json"
+    arguments = ["--repeats", "3", "--workloads", "1 x (1,20,20)", "--save", str(path)]
+    assert main(["bench", "encoder", "--systems", "vitgraph", "vllm", *arguments, *TINY]) == 0
+    result = json.loads(path.read_text())
+    row = result["workloads"]["1 x (1,20,20)"]
+    assert row["tokens"] == 100 and row["budgets"] == [128]
+    assert row["turns"] == 3 and row["error_to_eager"] < 1e-3
+    assert (
+        0 < row["systems"]["vitgraph graph"]["host_ms"] <= row["graph_ms"] and row["floor_ms"] > 0
+    )
+    assert {"gpu", "driver", "torch", "commit", "matmul_tflops"} <= result.keys()
+    assert "missing" in result["systems"]["vllm FLASHINFER"]
+    printed = capsys.readouterr().out
+    assert "not here: vllm FLASH_ATTN: ModuleNotFoundError" in printed
+    assert "Median time" in path.with_suffix(".md").read_text()
+    assert path.with_suffix(".png").read_bytes()[1:4] == b"PNG"
+
+
+def test_bench_encoder_with_sizes(tmp_path) -> None:
+    sizes, path = tmp_path / "mine.csv", tmp_path / "encoder.json"
+    sizes.write_text("1,4,4\n1,8,4\n")
+    arguments = ["--repeats", "2", "--sizes", str(sizes), "--save", str(path)]
+    assert main(["bench", "encoder", "--systems", "vitgraph", *arguments, *TINY]) == 0
+    assert json.loads(path.read_text())["workloads"]["mine"]["tokens"] == 12
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["encoder", "--workloads", "nothing"], "'nothing' is none of '1 x (1,20,20)'"),
+        (["encoder", "--sizes", "none.json"], "none.json: no list of sizes"),
+        (["encoder", "--systems", "vllm"], "none of the systems works here"),
+        (["serving", "--ranks", "0"], "--ranks 0 is no number of processes"),
+    ],
+)
+def test_mistakes_are_named(arguments, message, capsys) -> None:
+    assert main(["bench", *arguments, *TINY]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_bench_serving_one_image_a_request(tmp_path) -> None:
+    sizes, path = tmp_path / "sizes.json", tmp_path / "serving.json"
+    sizes.write_text("[[1, 4, 4], [1, 8, 4], [1, 6, 6]]")
+    arguments = ["--requests", "20", "--warm-up", "4", "--sizes", str(sizes), "--save", str(path)]
+    command = ["bench", "serving", "--experiments", "images", "--seconds", "120"]
+    assert main([*command, "--systems", "vitgraph", *arguments, *TINY]) == 0
+    one = json.loads(path.read_text())["experiments"]["images"]
+    assert (one["requests"], one["warm_up"], one["complete"]) == (20, 4, True)
+    assert one["sizes"] == "sizes.json" and max(one["errors"].values()) < 1e-3
+    graph = one["systems"]["vitgraph graph"]
+    assert len(graph["percentiles_ms"]) == 99 and graph["p50_ms"] <= graph["p99_ms"]
+
+
+def test_bench_serving_over_four_ranks(tmp_path) -> None:
+    """Also 0, 1, 3, 4, 5 and 20 images: the outputs are the encoder's own."""
+    path = tmp_path / "serving.json"
+    command = ["bench", "serving", "--experiments", "parallel", "--ranks", "4", "--seconds", "120"]
+    arguments = ["--requests", "2", "--warm-up", "1", "--systems", "vitgraph", "--save", str(path)]
+    assert main([*command, *arguments, *TINY]) == 0
+    result = json.loads(path.read_text())
+    assert not result["not_run"]
+    one = result["experiments"]["parallel 4"]
+    assert one["images_compared"] == [0, 1, 3, 4, 5, 20] and one["ranks"] == 4
+    assert set(one["errors"]) == {"vitgraph eager", "vitgraph graph"}
+    assert max(one["errors"].values()) < 1e-3
+
+
+def test_a_failing_rank_is_reported(tmp_path, capsys) -> None:
+    """The launcher's last words, and a failing exit status."""
+    command = ["bench", "serving", "--experiments", "parallel", "--attention", "nosuch"]
+    assert main([*command, "--systems", "vitgraph", "--seconds", "60", *TINY]) == 1
+    printed = capsys.readouterr().out
+    assert "parallel 1: failed" in printed and "nosuch" in printed

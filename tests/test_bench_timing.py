@@ -1,0 +1,117 @@
+"""The comparison is fair, and reports what it is given."""
+
+import time
+
+import pytest
+import torch
+
+from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
+from vitgraph.graphs.benchmark import report
+from vitgraph.graphs.benchmark.encoder import measure, publish
+from vitgraph.graphs.benchmark.systems import Setup, System, build, rows, slowed
+from vitgraph.graphs.benchmark.timing import time_in_turns, wall
+from vitgraph.graphs.benchmark.workloads import Batch, make_batch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+BATCH = Batch(torch.zeros(4, 1536), [(1, 2, 2)])
+
+
+def sleeper(name: str, seconds: float, calls: list[str] | None = None) -> System:
+    """Takes so long and returns one row."""
+
+    def encode(batch: Batch) -> torch.Tensor:
+        if calls is not None:
+            calls.append(name)
+        time.sleep(seconds)
+        return torch.ones(1, 8)
+
+    return System(name, encode)
+
+
+def test_a_slowed_system_is_reported_as_slower_by_that_amount() -> None:
+    system = sleeper("vitgraph graph", 0.005)
+    row, _ = measure([system, slowed(system, 0.02)], BATCH, "vitgraph graph", turns=9, seconds=60)
+    plain, slow = row["systems"].values()
+    assert slow["p50_ms"] - plain["p50_ms"] == pytest.approx(20, abs=3)
+    assert slow["ratio"] == pytest.approx(slow["p50_ms"] / plain["p50_ms"], rel=0.2)
+    assert plain["ratio"] == 1 and plain["ratio_quartiles"] == [1, 1]
+    low, high = slow["ratio_quartiles"]
+    assert low <= slow["ratio"] <= high
+
+
+def test_a_slowed_encoder_still_equals_the_others() -> None:
+    encoder = Qwen3VLVisionEncoder.random(GEOMETRIES["tiny"])
+    batch = make_batch(encoder, [(1, 4, 4)])
+    (eager, graph), missing = build(Setup(encoder, budgets=(64,)), ["vitgraph"])
+    assert not missing
+    row, _ = measure([eager, slowed(graph, 0.05)], batch, eager.name, turns=5, seconds=60)
+    one = row["systems"]["vitgraph graph, slowed by 50 ms"]
+    assert not one["wrong"] and one["fill"] == 4 / 64 and one["budgets"] == [64]
+    assert one["p50_ms"] > 50 and one["mean_ms"] <= one["p99_ms"]
+
+
+def test_the_order_alternates_and_every_turn_has_everyone() -> None:
+    calls: list[str] = []
+    systems = [sleeper(name, 0, calls) for name in "abc"]
+    times = time_in_turns(systems, [BATCH] * 3, CPU)
+    assert "".join(calls) == "abc" + "cba" + "abc"
+    assert all(len(one.total) == len(one.host) == 3 for one in times.values())
+
+
+def test_time_runs_out_after_five_turns_at_the_earliest() -> None:
+    times = time_in_turns([sleeper("a", 0.001)], [BATCH] * 50, CPU, seconds=0)
+    assert len(times["a"].total) == 5
+
+
+def test_wrong_and_failing_systems_are_named_and_not_timed(capsys, tmp_path) -> None:
+    def fail(batch: Batch) -> torch.Tensor:
+        raise RuntimeError("out of everything")
+
+    systems = [
+        sleeper("vitgraph graph", 0.001),
+        System("off eager", lambda batch: torch.full((1, 8), 2.0)),
+        System("broken eager", fail),
+    ]
+    row, _ = measure(systems, BATCH, "vitgraph graph", turns=5, seconds=60)
+    assert "p50_ms" in row["systems"]["vitgraph graph"]
+    assert not {"p50_ms", "ratio"} & {*row["systems"]["off eager"], *row["systems"]["broken eager"]}
+    result = report.header(CPU) | {
+        "geometry": "none",
+        "dtype": "float32",
+        "baseline": "vitgraph graph",
+        "systems": {system.name: {"capture_s": 0.0, "memory_mib": 0.0} for system in systems},
+        "workloads": {"one": row | {"floor_ms": 0.1}},
+        "not_run": ["two (no time left)"],
+        "compile_s": 0.0,
+    }
+    from rich.console import Console
+
+    assert publish(result, tmp_path / "a.json", Console()) == 1
+    printed = capsys.readouterr().out
+    assert "WRONG, not timed: off eager of one is off by 1.0e+00" in printed
+    assert (
+        "failed: broken eager of one: out of everything" in printed and "left out: two" in printed
+    )
+    assert (tmp_path / "a.png").exists() and "off eager" in (tmp_path / "a.md").read_text()
+
+
+def test_systems_that_are_not_installed_are_listed_with_the_reason() -> None:
+    encoder = Qwen3VLVisionEncoder.random(GEOMETRIES["tiny"])
+    setup = Setup(encoder, budgets=(128, 256), attention=("sdpa", "flash_attn"))
+    systems, missing = build(setup, ["vitgraph", "vllm", "transformers"])
+    names = ["vitgraph sdpa eager", "vitgraph sdpa graph", "transformers eager"]
+    assert [system.name for system in systems] == names
+    assert "needs CUDA" in missing["vitgraph flash_attn"]
+    assert set(missing) == {"vitgraph flash_attn", "vllm FLASH_ATTN", "vllm FLASHINFER"}
+    assert all("No module named 'vllm'" in missing[name] for name in missing if "vllm" in name)
+    batch = make_batch(encoder, [(1, 4, 4), (1, 8, 4)])
+    first, *others = [rows(system.encode(batch)) for system in systems]
+    for other in others:  # the weights are the same
+        torch.testing.assert_close(other, first, rtol=1e-4, atol=1e-4)
+
+
+def test_wall_returns_total_and_host() -> None:
+    total, host = wall(lambda: time.sleep(0.002), 5, CPU)
+    assert 2 <= host <= total < 20
