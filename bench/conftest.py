@@ -202,11 +202,14 @@ def _header(ceilings: dict[str, float]) -> dict[str, str | float]:
 
     return {
         "gpu": torch.cuda.get_device_name(),
-        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": output(
+            "nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"
+        ),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "commit": output("git", "rev-parse", "--short", "HEAD")
-        or os.environ.get("VITGRAPH_COMMIT", "unknown"),
+        "commit": os.environ.get("VITGRAPH_COMMIT")
+        or output("git", "rev-parse", "--short", "HEAD")
+        or "unknown",
         "date": datetime.date.today().isoformat(),
         "copy_tb_s": round(ceilings["copy"] / 1e12, 3),
         "matmul_tflop_s": round(ceilings["matmul"] / 1e12, 1),

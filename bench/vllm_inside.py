@@ -161,7 +161,7 @@ def generate(llm: Any, prompts: list[dict]) -> list[list[list[tuple[int, float]]
     from vllm import SamplingParams
 
     sampling = SamplingParams(
-        temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, logprobs=3
+        temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, logprobs=5
     )
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
     return [

@@ -3,7 +3,7 @@
 import hashlib
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,8 +47,8 @@ class DataParallelEncoder:
             weights of all ranks must be the same.
         group: the process group; the default one if None. Making a `DataParallelEncoder` is a
             collective operation, as is `execute`.
-        check: compare the batches of all ranks before each run: a few bytes over gloo, without
-            a wait for the GPU. Without it, ranks that disagree hang or return nonsense.
+        check: compare the batches of all ranks in each run: a few bytes over gloo, while the GPU
+            encodes. Without it, ranks that disagree hang or return nonsense.
 
     Ranks must call `execute` in the same order. A rank that fails in its encoder leaves the others
     to the timeout of the process group.
@@ -76,7 +76,7 @@ class DataParallelEncoder:
 
         Raises:
             ValueError: a batch that does not fit together, or, on every rank, batches that differ.
-                Nothing has run.
+                Nothing was gathered.
         """
         model, error = self.model, None
         try:
@@ -87,12 +87,14 @@ class DataParallelEncoder:
         except Exception as mistake:  # the others wait for this rank: tell them first
             error = mistake
         self._calls += 1
-        if self._check_group is not None:
-            self._compare(None if error else _digest(self._calls, mm_kwargs, sizes), error)
-        if error is not None:
-            raise error
-        ranks = assign(sizes, self.world)
-        own = self._encode(mm_kwargs, ranks[self.rank], len(sizes), tokens)
+        answer = self._compare(None if error else _digest(self._calls, mm_kwargs, sizes))
+        own: list[Tensor] = []
+        if error is None:
+            ranks = assign(sizes, self.world)
+            own = self._encode(mm_kwargs, ranks[self.rank], len(sizes), tokens)
+        problem = answer()
+        if error is not None or problem is not None:
+            raise error or ValueError(problem)
         if self.world == 1 or not sizes:
             return own
         return self._gather(own, ranks, tokens)
@@ -136,25 +138,32 @@ class DataParallelEncoder:
         members = dist.get_process_group_ranks(self.group)
         return dist.new_group(members, backend="gloo", use_local_synchronization=True)
 
-    def _compare(self, digest: tuple[int, int] | None, error: Exception | None) -> None:
-        """Raise on every rank unless all have the same (digest, items); None: no valid batch."""
+    def _compare(self, digest: tuple[int, int] | None) -> Callable[[], str | None]:
+        """Ask all ranks for their (digest, items), None: no valid batch. Returns what waits for the
+        answers and says what is wrong with them."""
+        if self._check_group is None:
+            return lambda: None
         own = torch.tensor(digest or (0, -1), dtype=torch.int64)
         every = torch.empty(self.world * 2, dtype=torch.int64)
-        _all_gather(every, own, group=self._check_group)
-        batches = list(map(tuple, every.view(-1, 2).tolist()))
-        if error is not None:
-            raise error
-        broken = [rank for rank, (_, items) in enumerate(batches) if items < 0]
-        if broken:
-            raise ValueError(f"data parallel: ranks {broken} were given no valid batch")
-        other = next((r for r, batch in enumerate(batches) if batch != batches[0]), None)
-        if other is not None:
+        asked = _all_gather(every, own, group=self._check_group, async_op=True)
+
+        def answer() -> str | None:
+            asked.wait()
+            batches = list(map(tuple, every.view(-1, 2).tolist()))
+            broken = [rank for rank, (_, items) in enumerate(batches) if items < 0]
+            if broken:
+                return f"data parallel: ranks {broken} were given no valid batch"
+            other = next((r for r, batch in enumerate(batches) if batch != batches[0]), None)
+            if other is None:
+                return None
             items, others = batches[0][1], batches[other][1]
             what = "of other sizes" if items == others else "items"
-            raise ValueError(
+            return (
                 f"data parallel: the ranks hold different batches: rank 0 has {items} items, "
                 f"rank {other} has {others} {what}"
             )
+
+        return answer
 
 
 def _digest(call: int, mm_kwargs: dict[str, Any], sizes: list[int]) -> tuple[int, int]:

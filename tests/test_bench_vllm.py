@@ -101,9 +101,9 @@ SURE, CLOSE, OTHER_WAY = (
     [
         ([SURE, CLOSE], "same"),
         ([SURE, OTHER_WAY], "tie at token 1, gaps 0.050 and 0.020"),
-        ([SURE, step((8, -0.5), (7, -0.9))], "different at token 1, gaps 0.050 and 0.400"),
-        ([SURE, step((9, -0.7), (7, -0.7))], "different at token 1, gaps 0.050 and 0.000"),
-        ([OTHER_WAY, CLOSE], "different at token 0, gaps 2.900 and 0.020"),
+        ([SURE, step((8, -0.5), (7, -1.0))], "different at token 1, gaps 0.050 and 0.500"),
+        ([SURE, step((9, -0.7), (7, -0.7))], "different at token 1, gaps inf and 0.000"),
+        ([OTHER_WAY, CLOSE], "different at token 0, gaps inf and inf"),
     ],
     ids=["same", "tie", "far_apart", "another_token", "sure"],
 )

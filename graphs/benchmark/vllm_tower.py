@@ -93,6 +93,7 @@ def _config(setup: Setup, backend: str) -> Any:
         dtype=setup.encoder.dtype,
         max_model_len=setup.budgets[-1],
         multimodal_config=multimodal,
+        is_diffusion=False,
     )
     config.parallel_config.tensor_parallel_size = setup.ranks
     compilation = config.compilation_config
