@@ -321,6 +321,7 @@ def main() -> None:
     if args.save:
         source = args.measurements.stem.lstrip("0123456789-")
         stem = f"{result['date']}-packing-{source}"
+        args.save.mkdir(parents=True, exist_ok=True)
         (args.save / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
         draw(result, args.save / f"{stem}.png")
 

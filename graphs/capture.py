@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from vitgraph.graphs.config import Limits
 from vitgraph.graphs.protocol import SupportsEncoderCudaGraph
-from vitgraph.kernels.launch import side_stream
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +72,10 @@ class BudgetGraphs:
         self._module_names: list[str] = []
         self._last_use: torch.cuda.Event | None = None
 
-    def capture(self, budgets: Sequence[int]) -> None:
-        """Capture `budgets`, largest first. One that does not fit the memory is dropped."""
-        on_gpu = self.device.type == "cuda"
-        pool = torch.cuda.graph_pool_handle() if on_gpu else None
-        stream = _capturing_stream(self.device) if on_gpu else None
+    def capture(self, budgets: Sequence[int], stream: torch.cuda.Stream | None) -> None:
+        """Capture `budgets` on `stream` (None on the CPU), largest first. One that does not fit the
+        memory is dropped."""
+        pool = torch.cuda.graph_pool_handle() if stream is not None else None
         dropped = []
         for budget in sorted(budgets, reverse=True):
             before = self._memory_in_use()
@@ -268,12 +266,6 @@ class BudgetGraphs:
             for tensor in (graph.input_buffer, *graph.metadata_buffers.values())
         }
         return sum(storages.values())
-
-
-def _capturing_stream(device: torch.device) -> torch.cuda.Stream:
-    """The calling stream, unless that is the default one, which cannot be captured."""
-    current = torch.cuda.current_stream(device)
-    return current if current != torch.cuda.default_stream(device) else side_stream(device)
 
 
 def _prefix(large: Tensor, small: Tensor) -> Tensor:

@@ -99,6 +99,7 @@ class EncoderCudaGraphManager:
         self._lock = threading.RLock()
         self._generation = 0
         self._busy = False
+        self._stream: torch.cuda.Stream | None = None
 
     def _settle(self) -> None:
         """Where and in which dtype the static buffers are: the model's, unless told otherwise."""
@@ -133,7 +134,7 @@ class EncoderCudaGraphManager:
             self.clear()
             self._settle()
             graphs = BudgetGraphs(self.model, self._requested, self.device, self.dtype)
-            graphs.capture(self._requested.budgets)
+            graphs.capture(self._requested.budgets, self._capturing_stream())
             if (warm_up := getattr(self.model, "warm_up_encoder_eager", None)) is not None:
                 warm_up()
             self._graphs = graphs
@@ -141,6 +142,18 @@ class EncoderCudaGraphManager:
             self.limits = replace(self._requested, budgets=captured or self._requested.budgets)
             if captured:
                 self._settle_costs()
+
+    def _capturing_stream(self) -> torch.cuda.Stream | None:
+        """The calling stream, unless that is the default one, which cannot be captured; then one of
+        this manager's own. cuBLAS has a workspace for every stream: it is part of the graphs, and
+        those of two managers may run at the same time."""
+        if self.device.type != "cuda":
+            return None
+        current = torch.cuda.current_stream(self.device)
+        if current != torch.cuda.default_stream(self.device):
+            return current
+        self._stream = self._stream or torch.cuda.Stream(self.device)
+        return self._stream
 
     def _settle_costs(self) -> None:
         """Measure the cost model, or keep of a given one what was captured."""

@@ -51,8 +51,8 @@ def on_device(device: torch.device) -> AbstractContextManager:
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream a thread, for captures and measurements: cuBLAS keeps a workspace of 32 MB for
-    every stream it has seen."""
+    """One stream a thread, for measurements: cuBLAS keeps a workspace of 32 MB for every stream it
+    has seen."""
     return _side_stream(device, threading.get_ident())
 
 

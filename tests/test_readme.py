@@ -13,9 +13,9 @@ def result(link: str) -> dict:
     return json.loads((ROOT / re.search(rf"\[{link}\]\(([^)]+)\)", README).group(1)).read_text())
 
 
-def table(header: str) -> list[list[str]]:
+def table(header: str, page: str = README) -> list[list[str]]:
     """Cells of the table that starts with `header`, without its two head lines."""
-    lines = README[README.index(header) :].split("\n\n")[0].splitlines()[2:]
+    lines = page[page.index(header) :].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
@@ -23,27 +23,50 @@ def test_encoder_times() -> None:
     workloads = result("encoder")["workloads"]
     rows = table("| workload (patch grids)")
     assert [row[0] for row in rows] == list(workloads)
-    for name, tokens, eager, graph, replay, floor in rows:
-        measured = workloads[name]
+    for name, tokens, eager, graph, *vllm, transformers, floor in rows:
+        measured, systems = workloads[name], workloads[name]["systems"]
         assert tokens == str(measured["tokens"])
         assert eager == f"{measured['eager_ms']:.1f}"
         assert graph == f"{measured['graph_ms']:.2f}"
-        assert replay == f"{measured['replay_ms']:.2f}"
+        for cell, backend in zip(vllm, ("FLASH_ATTN", "FLASHINFER"), strict=True):
+            theirs = systems[f"vllm {backend} graph"]
+            assert cell == f"{theirs['p50_ms']:.2f} ({theirs['ratio']:.2f}x)"
+        assert transformers == f"{systems['transformers eager']['p50_ms']:.1f}"
         assert floor == f"{measured['floor_ms']:.2f}"
+
+
+def test_engine() -> None:
+    """What the README says of vLLM's engines."""
+    comparisons = result("engine")["comparisons"]
+    assert set(comparisons) == {"FLASH_ATTN graph", "FLASHINFER graph"}
+    for comparison in comparisons.values():
+        assert comparison["problems"] == []
+        assert len(comparison["speedup"]) == 9 and min(comparison["speedup"].values()) > 1
+
+
+def test_engine_times() -> None:
+    page = (ROOT / "graphs/vllm_plugin/README.md").read_text()
+    engines = result("engine")["engines"]
+    for name, vllm, ours in table("| encoder in the engine, ms", page):
+        assert vllm == f"{engines['FLASH_ATTN graph vllm']['milliseconds'][name]:.2f}"
+        assert ours == f"{engines['FLASH_ATTN graph vitgraph']['milliseconds'][name]:.2f}"
+    comparison = result("engine")["comparisons"]["FLASH_ATTN graph"]
+    counts = f"{comparison['same']} got the same greedy tokens and\n{len(comparison['ties'])} were"
+    assert counts in page
 
 
 def test_attention_times() -> None:
     rows = {row["name"]: row for row in result("kernels")["rows"]}
-    for case, ours, cudnn, flash in table("| sequences x patches"):
-        against_cudnn = rows[f"attention {case}, sdpa_cudnn"]
-        assert ours == f"{against_cudnn['median_us']:.1f}"
-        assert cudnn == f"{against_cudnn['baseline_us']:.1f}"
-        assert flash == f"{rows[f'attention {case}, sdpa_flash']['baseline_us']:.1f}"
+    for case, ours, *others in table("| sequences x patches"):
+        assert ours == f"{rows[f'attention {case}, vllm']['median_us']:.1f}"
+        libraries = ("vllm", "flashinfer", "sdpa_cudnn", "sdpa_flash")
+        for cell, library in zip(others, libraries, strict=True):
+            assert cell == f"{rows[f'attention {case}, {library}']['baseline_us']:.1f}"
 
 
 def test_fill() -> None:
     ratio = result("replay cost")["fill_ratio"]
-    assert f"3,136 of 6,144 tokens take {ratio:.0%} of a full" in README
+    assert f"3,136 of 6,144 tokens take {ratio:.0%} of a full replay" in README
 
 
 def test_tree_matches_the_repository() -> None:
