@@ -113,6 +113,9 @@ class SharedEncoder:
         """Static pixels and grids of one budget; the plan of the forward is kept here."""
         self.refresh()
         encoder = self.encoder
+        if not self._captures:  # vLLM's fallback is our eager forward: it compiles now or never
+            with torch.no_grad():
+                encoder.warm_up_encoder_eager()
         free = encoder.auto_attention or encoder.attention in FREE_OF_EMPTY_SEQUENCES
         # vLLM packs by tokens and items only. A sequence has at least one token.
         self._max_sequences = max(max_items, max_frames)
