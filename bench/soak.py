@@ -5,16 +5,20 @@
 Every thread has a stream of its own. One request in a hundred is compared with the eager encoder;
 memory is read at the start, half way and at the end. The exit status is 1 if an output was wrong or
 the memory in use grew by more than 2 % in the second half. (What torch keeps for each stream grows
-until every thread has met the largest sizes, so tensors alive are counted, too.)
+until every thread has met the largest sizes, so tensors alive are counted, too.) If nothing comes
+back for a minute it says where every thread is and ends with status 2.
 """
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import math
+import os
 import random
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,6 +30,7 @@ from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager
 from vitgraph.graphs.benchmark.report import header
 
 CHECK_EVERY = 100
+STALLED = 60  # seconds
 GROWTH = 1.02
 
 
@@ -51,6 +56,20 @@ def memory(device: torch.device) -> int:
 def alive_bytes(device: torch.device) -> int:
     """Of tensors on the GPU."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def join_or_exit(workers: list[threading.Thread], completed: Callable[[], float]) -> None:
+    """Wait for the workers. One that waits for a GPU forever cannot be stopped: if nothing is
+    completed for `STALLED` seconds, say where each thread is and end the process."""
+    last, since = -1.0, time.monotonic()
+    while any(worker.is_alive() for worker in workers):
+        time.sleep(0.2)
+        if completed() != last:
+            last, since = completed(), time.monotonic()
+        elif time.monotonic() - since > STALLED:
+            print(f"stalled after {last:.0f} requests", flush=True)
+            faulthandler.dump_traceback(all_threads=True)
+            os._exit(2)
 
 
 def main() -> int:
@@ -111,8 +130,7 @@ def main() -> int:
         ]
         for worker in workers:
             worker.start()
-        for worker in workers:
-            worker.join()
+        join_or_exit(workers, lambda: progress.tasks[0].completed)
     seconds = time.perf_counter() - started
     alive = {"start": alive_at_start, "end": alive_bytes(device)}
     used[done] = memory(device)
