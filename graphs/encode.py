@@ -35,7 +35,9 @@ def encode_files(args: argparse.Namespace, console: Console, errors: Console) ->
     if args.batch_size < 1:
         raise ValueError(f"--batch-size {args.batch_size} must be at least 1")
     for option, file in (("--output", args.output), ("--record", args.record)):
-        if file and (file.is_dir() or not file.parent.is_dir()):
+        if file and file.is_dir():
+            raise ValueError(f"{option} {file} is a folder, name a file")
+        if file and not file.parent.is_dir():
             raise ValueError(
                 f"{option} {file}: there is no folder {file.parent} to write a file in"
             )
@@ -178,4 +180,7 @@ def write(path: Path, results: Sequence[Result]) -> None:
             name = f"{own}#{copies}"
         tensors[name] = result.embeddings.contiguous()
         grids[name] = "x".join(map(str, result.media.grid))
+    path.touch()  # with the permissions that files get here; safetensors' own are 0600
+    mode = path.stat().st_mode
     save_file(tensors, path, metadata=grids)
+    path.chmod(mode)

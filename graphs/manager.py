@@ -36,7 +36,7 @@ class EncoderCudaGraphManager:
         profile: measure each pack into `last_seconds`, at the price of a synchronisation a pack.
         debug: borrowed outputs raise when they are used after they were overwritten.
         packing: "greedy", or "cost" for the least predicted time; the costs are measured at
-            capture, or given here (for the same budgets).
+            capture, or given here (for the same budgets). On a CPU "cost" is greedy, too.
 
     Raises:
         ValueError: a model without the protocol's methods, or a configuration that cannot be
@@ -159,6 +159,8 @@ class EncoderCudaGraphManager:
         """Measure the cost model, or keep of a given one what was captured."""
         if isinstance(self.packing, CostModel):
             self.cost_model = self.packing.restricted_to(self.limits.budgets)
+        elif self.packing == "cost" and self.device.type != "cuda":
+            logger.info("packing is greedy: nothing is captured on a CPU, so no costs to measure")
         elif self.packing == "cost":
             merge_size = getattr(getattr(self.model, "config", None), "spatial_merge_size", 2)
             try:

@@ -76,6 +76,7 @@ def test_keep_going(tmp_path, capsys) -> None:
         ([CAT, "--attention", "magic"], "attention backend 'magic' is none of"),
         ([CAT, "--attention", "flash_attn", "--geometry", "tiny"], "needs CUDA and bf16 or fp16"),
         ([CAT, "--output", "/no/such/file"], "there is no folder /no/such"),
+        ([CAT, "--output", "/tmp"], "--output /tmp is a folder"),
         ([CAT, "--batch-size", "0"], "--batch-size 0 must be at least 1"),
     ],
 )

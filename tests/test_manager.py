@@ -385,3 +385,17 @@ def test_recorded_traffic_gives_budgets(encoder, batch, tmp_path) -> None:
     config = CompilationConfig(True, f"traffic:{tmp_path / 'traffic.json'}", 4)
     # the smallest budget holds at least one of the model's smallest, 64 tokens
     assert EncoderCudaGraphManager(encoder, config).budgets == (64, 80, 8192)
+
+
+def test_costs_are_not_measured_on_a_cpu(encoder, batch) -> None:
+    """Nothing is captured there: the times would say nothing of graphs."""
+    manager = EncoderCudaGraphManager(
+        encoder, CompilationConfig(True, (64, 512), 8), packing="cost"
+    )
+    manager.capture()
+    manager.execute(batch([(1, 16, 16)]))
+    if encoder.device.type == "cpu":
+        assert manager.cost_model is None
+        assert [pack.budget for pack in manager.last_plan] == [64]
+    else:
+        assert manager.cost_model.budgets == (64, 512)

@@ -1,5 +1,6 @@
 """Pictures of benchmark results; None where matplotlib is not installed."""
 
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -120,5 +121,6 @@ def serving_picture(result: dict[str, Any]) -> "Figure | None":
         axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
     for axes in figure.axes[len(experiments) :]:
         axes.set_visible(False)
-    figure.suptitle(title_of(result), fontsize=10)
+    width = int(14 * figure.get_figwidth())  # characters of this size
+    figure.suptitle(textwrap.fill(title_of(result), width), fontsize=10)
     return figure

@@ -181,7 +181,7 @@ def missing_lines(systems: dict[str, dict[str, Any]], not_run: Sequence[str] = (
 
 def title_of(result: dict[str, Any]) -> str:
     """One line that says where the numbers are from."""
-    gpu = result["gpu"] if result["gpu"] != "none" else "CPU"
+    gpu = result["gpu"] if result["gpu"] != "none" else "CPU (no graphs: times mean nothing)"
     versions = ", ".join(
         f"{name} {result[name]}"
         for name in ("driver", "torch", "triton", "transformers", "vllm")
