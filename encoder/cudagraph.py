@@ -8,14 +8,13 @@ between replays.
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from vitgraph.encoder.attention import FREE_OF_EMPTY_SEQUENCES
 from vitgraph.encoder.attention_flashinfer import WORKSPACE_BYTES
 from vitgraph.encoder.calibration import calibrate
-from vitgraph.encoder.inputs import Grid, Grids, check_grids, check_pixels
+from vitgraph.encoder.inputs import Grid, Grids, check_grids, check_pixels, host_grids
 from vitgraph.encoder.operations import Plan
 
 # modality -> (key of the pixels, key of the grids)
@@ -246,9 +245,8 @@ class EncoderCudaGraphMixin:
     ) -> EncoderCudaGraphReplayBuffers:
         """The grids of the batch on the host, all slots: unused ones are zero."""
         grids = self._grids(mm_kwargs)
-        slots = np.zeros((max_batch_size, 3), np.int32)  # several times faster than from lists
-        slots[: len(grids)] = grids
-        return EncoderCudaGraphReplayBuffers({"grid_thw": torch.from_numpy(slots)})
+        slots = host_grids(grids, max_batch_size, self.device)
+        return EncoderCudaGraphReplayBuffers({"grid_thw": slots})
 
     @torch.no_grad()
     def encoder_cudagraph_forward(

@@ -66,6 +66,23 @@ def check_grids(grid_thw: Any, merge_size: int = 2) -> Grids:
     return grids
 
 
+def host_grids(grids: Sequence[Grid], slots: int, device: torch.device) -> Tensor:
+    """Grids and empty slots on the host, int32 [slots, 3], for a copy to `device` without waiting.
+
+    Pinned for a GPU: torch keeps such memory until the copy has been made. What becomes of pageable
+    memory that is freed before then is for the driver to say, and a wrong grid is no small thing.
+    """
+    tensor = torch.zeros(slots, 3, dtype=torch.int32, pin_memory=device.type == "cuda")
+    if grids:
+        tensor.numpy()[: len(grids)] = grids  # several times faster than torch.tensor(grids)
+    return tensor
+
+
+def outlives(source: Tensor) -> bool:
+    """Whether a copy from `source` need not be waited for: torch or the caller keeps its memory."""
+    return source.is_cuda or source.is_pinned()
+
+
 def _integers(item: int, grid: Any) -> list[int]:
     """A grid of any form as three plain integers."""
     if isinstance(grid, Tensor | np.ndarray):

@@ -15,7 +15,7 @@ from vitgraph.encoder.attention_trial import Heads
 from vitgraph.encoder.checkpoint import load_vision_weights, open_checkpoint
 from vitgraph.encoder.config import VisionConfig
 from vitgraph.encoder.cudagraph import EncoderCudaGraphMixin
-from vitgraph.encoder.inputs import check_grids, check_pixels
+from vitgraph.encoder.inputs import check_grids, check_pixels, host_grids, outlives
 from vitgraph.encoder.modules import Block, Merger, PatchEmbed
 from vitgraph.encoder.operations import OpsName, Plan, resolve_operations
 from vitgraph.kernels.launch import on_device
@@ -66,13 +66,14 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
             self.deepstack_merger_list = nn.ModuleList(
                 Merger(config, norm_after_shuffle=True) for _ in config.deepstack_visual_indexes
             )
+        self._settled_for: tuple[torch.device, torch.dtype] | None = None
         self.to(dtype).to_empty(device=device).requires_grad_(False)
         self._settle()
 
     def _settle(self) -> None:
         """Choose what depends on where the parameters live, and in which dtype."""
         device, (attention, ops) = self.device, self._requested
-        if device.type == "meta":
+        if device.type == "meta" or self._settled_for == (device, self.dtype):
             return
         frequencies = rotary_frequencies(self.config.head_dim, self.config.rope_theta, device)
         self.register_buffer("frequencies", frequencies, persistent=False)
@@ -81,6 +82,7 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         self.auto_attention = attention == "auto"
         self.plans: dict[int, Plan] = {}
         self.calibrated: dict[tuple, Plan] = {}
+        self._settled_for = (device, self.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """What .to(), .cuda() and .half() come down to; the choices follow."""
@@ -208,12 +210,12 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         grids = check_grids(grid_thw, self.config.spatial_merge_size)
         pixels = check_pixels(pixel_values, grids, self.config.patch_width)
         dtype = torch.uint8 if pixels.dtype == torch.uint8 else self.dtype
-        pixels = pixels.to(self.device, non_blocking=True).to(dtype).contiguous()
+        pixels = pixels.to(self.device, non_blocking=outlives(pixels)).to(dtype).contiguous()
         tokens = len(pixels) // self.config.spatial_merge_size**2
         out = torch.empty(tokens, self.config.output_width, dtype=self.dtype, device=self.device)
         if len(grids) == 0:
             return out
-        grid_tensor = torch.tensor(grids, dtype=torch.int32).to(self.device, non_blocking=True)
+        grid_tensor = host_grids(grids, len(grids), self.device).to(self.device, non_blocking=True)
         seqlens = grids.seqlens
         with on_device(self.device):
             layout = self.make_layout(grid_tensor, len(pixels), len(seqlens), seqlens)

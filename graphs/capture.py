@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitgraph.encoder.inputs import outlives
 from vitgraph.graphs.config import Limits
 from vitgraph.graphs.protocol import SupportsEncoderCudaGraph
 
@@ -238,21 +239,23 @@ class BudgetGraphs:
         statics = [metadata.input_buffer, *metadata.metadata_buffers.values()]
         metadata.graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            output = forward()
-            in_place = any(_same_storage(output, static) for static in statics)
-            if not in_place:
-                output = torch.zeros_like(output)
-                output = output if largest is None else _prefix(largest.output_buffer, output)
-            metadata.output_buffer = output
-            # thread_local: the work of other threads does not invalidate the capture, nor it theirs
-            with torch.cuda.graph(
-                metadata.graph, pool=pool, stream=stream, capture_error_mode="thread_local"
-            ):
-                captured = forward()
+        try:
+            with torch.cuda.stream(stream):
+                output = forward()
+                in_place = any(_same_storage(output, static) for static in statics)
                 if not in_place:
-                    metadata.output_buffer.copy_(captured)
-        torch.cuda.current_stream(self.device).wait_stream(stream)
+                    output = torch.zeros_like(output)
+                    output = output if largest is None else _prefix(largest.output_buffer, output)
+                metadata.output_buffer = output
+                # thread_local: work of other threads does not invalidate the capture, nor it theirs
+                with torch.cuda.graph(
+                    metadata.graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+                ):
+                    captured = forward()
+                    if not in_place:
+                        metadata.output_buffer.copy_(captured)
+        finally:  # also where memory ran out: what is freed here is still being written there
+            torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def _memory_in_use(self) -> int:
         """Bytes; on the CPU those of the static buffers."""
@@ -286,5 +289,5 @@ def _copy_rows(buffer: Tensor, source: Tensor) -> None:
     if (source.dtype == torch.uint8) != (buffer.dtype == torch.uint8):
         raise ValueError(f"graphs were captured for {buffer.dtype} inputs, got {source.dtype}")
     if source.dtype != buffer.dtype and source.device != buffer.device:
-        source = source.to(buffer.device, non_blocking=True)
-    buffer[: len(source)].copy_(source, non_blocking=True)
+        source = source.to(buffer.device, non_blocking=outlives(source))
+    buffer[: len(source)].copy_(source, non_blocking=outlives(source))

@@ -3,7 +3,7 @@
 import hashlib
 import heapq
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor
 
 # Its name from torch 2.13 on; the older one warns there.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# What a rank says instead of (digest, items).
+INVALID, FAILED = (0, -1), (0, -2)
 
 
 def assign(sizes: Sequence[int], world: int) -> list[list[int]]:
@@ -50,8 +53,8 @@ class DataParallelEncoder:
         check: compare the batches of all ranks in each run: a few bytes over gloo, while the GPU
             encodes. Without it, ranks that disagree hang or return nonsense.
 
-    Ranks must call `execute` in the same order. A rank that fails in its encoder leaves the others
-    to the timeout of the process group.
+    Ranks must call `execute` in the same order. Without the check, a rank that fails in its encoder
+    leaves the others to the timeout of the process group.
     """
 
     def __init__(
@@ -76,25 +79,26 @@ class DataParallelEncoder:
 
         Raises:
             ValueError: a batch that does not fit together, or, on every rank, batches that differ.
-                Nothing was gathered.
+            RuntimeError: on the other ranks, one that failed to encode.
+                Nothing was gathered in either case, and the next call works.
         """
-        model, error = self.model, None
+        model, error, digest = self.model, None, INVALID
+        own: list[Tensor] = []
+        self._calls += 1
         try:
             if (check := getattr(model, "check_encoder_inputs", None)) is not None:
                 mm_kwargs = check(mm_kwargs)
             sizes = model.get_encoder_cudagraph_per_item_input_sizes(mm_kwargs)
             tokens = model.get_encoder_cudagraph_per_item_output_tokens(mm_kwargs)
+            ranks, digest = assign(sizes, self.world), FAILED
+            own = self._encode(mm_kwargs, ranks[self.rank], len(sizes), tokens)
+            digest = _digest(self._calls, mm_kwargs, sizes)
         except Exception as mistake:  # the others wait for this rank: tell them first
             error = mistake
-        self._calls += 1
-        answer = self._compare(None if error else _digest(self._calls, mm_kwargs, sizes))
-        own: list[Tensor] = []
-        if error is None:
-            ranks = assign(sizes, self.world)
-            own = self._encode(mm_kwargs, ranks[self.rank], len(sizes), tokens)
-        problem = answer()
+        # The encoder's work has only been launched: the GPU does not wait for this.
+        problem = self._compare(digest)
         if error is not None or problem is not None:
-            raise error or ValueError(problem)
+            raise error or problem
         if self.world == 1 or not sizes:
             return own
         return self._gather(own, ranks, tokens)
@@ -138,32 +142,28 @@ class DataParallelEncoder:
         members = dist.get_process_group_ranks(self.group)
         return dist.new_group(members, backend="gloo", use_local_synchronization=True)
 
-    def _compare(self, digest: tuple[int, int] | None) -> Callable[[], str | None]:
-        """Ask all ranks for their (digest, items), None: no valid batch. Returns what waits for the
-        answers and says what is wrong with them."""
+    def _compare(self, digest: tuple[int, int]) -> Exception | None:
+        """What is wrong with the (digest, items) of the ranks, the same answer on each; None if all
+        can go on."""
         if self._check_group is None:
-            return lambda: None
-        own = torch.tensor(digest or (0, -1), dtype=torch.int64)
+            return None
+        own = torch.tensor(digest, dtype=torch.int64)
         every = torch.empty(self.world * 2, dtype=torch.int64)
-        asked = _all_gather(every, own, group=self._check_group, async_op=True)
-
-        def answer() -> str | None:
-            asked.wait()
-            batches = list(map(tuple, every.view(-1, 2).tolist()))
-            broken = [rank for rank, (_, items) in enumerate(batches) if items < 0]
-            if broken:
-                return f"data parallel: ranks {broken} were given no valid batch"
-            other = next((r for r, batch in enumerate(batches) if batch != batches[0]), None)
-            if other is None:
-                return None
-            items, others = batches[0][1], batches[other][1]
-            what = "of other sizes" if items == others else "items"
-            return (
-                f"data parallel: the ranks hold different batches: rank 0 has {items} items, "
-                f"rank {other} has {others} {what}"
-            )
-
-        return answer
+        _all_gather(every, own, group=self._check_group)
+        batches = list(map(tuple, every.view(-1, 2).tolist()))
+        for state, what in ((INVALID, "were given no valid batch"), (FAILED, "failed to encode")):
+            if broken := [rank for rank, batch in enumerate(batches) if batch == state]:
+                kind = ValueError if state == INVALID else RuntimeError
+                return kind(f"data parallel: ranks {broken} {what}")
+        other = next((r for r, batch in enumerate(batches) if batch != batches[0]), None)
+        if other is None:
+            return None
+        items, others = batches[0][1], batches[other][1]
+        what = "of other sizes" if items == others else "items"
+        return ValueError(
+            f"data parallel: the ranks hold different batches: rank 0 has {items} items, "
+            f"rank {other} has {others} {what}"
+        )
 
 
 def _digest(call: int, mm_kwargs: dict[str, Any], sizes: list[int]) -> tuple[int, int]:

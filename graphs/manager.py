@@ -135,13 +135,21 @@ class EncoderCudaGraphManager:
             self._settle()
             graphs = BudgetGraphs(self.model, self._requested, self.device, self.dtype)
             graphs.capture(self._requested.budgets, self._capturing_stream())
-            if (warm_up := getattr(self.model, "warm_up_encoder_eager", None)) is not None:
-                warm_up()
             self._graphs = graphs
+            self._warm_up()
             captured = tuple(sorted(graphs.by_budget))
             self.limits = replace(self._requested, budgets=captured or self._requested.budgets)
             if captured:
                 self._settle_costs()
+
+    def _warm_up(self) -> None:
+        """Let the model compile what a miss will need."""
+        if (warm_up := getattr(self.model, "warm_up_encoder_eager", None)) is None:
+            return
+        try:
+            warm_up()
+        except torch.OutOfMemoryError as error:
+            logger.warning("a miss may compile kernels: no memory to run them now (%s)", error)
 
     def _capturing_stream(self) -> torch.cuda.Stream | None:
         """The calling stream, unless that is the default one, which cannot be captured; then one of

@@ -84,14 +84,15 @@ def layout_kernel(
     patches = frames * height * width
     item_end = tl.cumsum(patches, axis=0)
     item_start = item_end - patches
-    total = tl.sum(patches, axis=0)
+    # Never above the capacity, whatever the grids say: what reads the offsets relies on that.
+    total = tl.minimum(tl.sum(patches, axis=0), max_patches)
 
     first = tl.program_id(0) * BLOCK
     index = first + tl.arange(0, BLOCK)
     if first == 0:
         tl.store(num_patches_ptr, total)
         tl.store(num_tokens_ptr, total // (MERGE * MERGE))
-        tl.store(num_sequences_ptr, tl.sum(frames, axis=0))
+        tl.store(num_sequences_ptr, tl.minimum(tl.sum(frames, axis=0), max_sequences))
 
     if first < total:
         item = slot_of(item_end, index, LEVELS)
@@ -115,7 +116,7 @@ def layout_kernel(
         frame = index - tl.gather(frame_end - frames, item, axis=0)
         frame_patches = tl.gather(height * width, item, axis=0)
         start = tl.gather(item_start, item, axis=0) + frame * frame_patches
-        start = tl.where(index < tl.sum(frames, axis=0), start, total)
+        start = tl.where(index < tl.sum(frames, axis=0), tl.minimum(start, total), total)
         tl.store(cu_seqlens_ptr + index, start, mask=index <= max_sequences)
 
 
@@ -182,7 +183,7 @@ def layout_reference(
     item_end = (frames * frame_patches).cumsum(0)
     item_start = item_end - frames * frame_patches
     frame_end = frames.cumsum(0)
-    total = item_end[-1:]
+    total = item_end[-1:].clamp(max=num_patches)
 
     patch = torch.arange(num_patches, device=grid_thw.device)
     last_slot = grid_thw.shape[0] - 1
@@ -203,7 +204,7 @@ def layout_reference(
     return Layout(
         num_patches=total.int(),
         num_tokens=(total // merge_size**2).int(),
-        num_sequences=frame_end[-1:].int(),
+        num_sequences=frame_end[-1:].clamp(max=max_sequences).int(),
         cu_seqlens=cu_seqlens.int(),
         coords=coords.int(),
         max_seqlen=max(seqlens, default=0) if seqlens is not None else num_patches,

@@ -355,3 +355,18 @@ def test_a_given_cost_model_survives_dropped_budgets(tower, make_batch) -> None:
     assert len(manager.execute(make_batch([(1, 4, 4), (1, 20, 20)]))) == 2
     with pytest.raises(ValueError, match=r"the cost model has budgets \[16\]"):
         EncoderCudaGraphManager(tower, BUDGETS, packing=CostModel((16,), (Cost(1e-3),)))
+
+
+class NoMemoryToWarmUp(Failing):
+    """The encoder, with room for the graphs only."""
+
+    def warm_up_encoder_eager(self) -> None:
+        fail()
+
+
+def test_graphs_are_kept_where_nothing_else_fits(tower, make_batch, caplog) -> None:
+    manager = captured(NoMemoryToWarmUp(tower, lambda: None))
+    assert manager.is_captured()
+    assert "a miss may compile kernels" in caplog.text
+    manager.execute(make_batch([(1, 4, 4)]))
+    assert manager.get_cumulative_stats()["graph_hits"] == 1

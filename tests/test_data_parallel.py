@@ -30,6 +30,7 @@ CASES = [
     "another_number_of_items_raises",
     "a_broken_batch_raises_everywhere",
     "a_rank_that_fails_raises_everywhere",
+    "a_rank_that_fails_to_encode_raises_everywhere",
     "usable_after_a_mistake",
     "without_the_check",
     "a_group_of_some_ranks",
@@ -262,6 +263,29 @@ class Cases:
         finally:
             if last:
                 del self.encoder.check_encoder_inputs
+
+    def a_rank_that_fails_to_encode_raises_everywhere(self) -> None:
+        """And leaves nothing behind: the next batches are not gathered with what is left of it."""
+        last = self.rank == self.world - 1
+        grids = [(1, 4, 4)] * self.world
+
+        def fail(mm_kwargs: dict) -> None:
+            raise RuntimeError("no memory")
+
+        if last:
+            self.encoder.encoder_eager_forward = fail
+        try:
+            self.parallel.execute(self.batch(grids))
+        except RuntimeError as error:
+            expected = "no memory" if last else f"ranks [{self.world - 1}] failed to encode"
+            assert expected in str(error), error
+        else:
+            raise AssertionError("nothing raised")
+        finally:
+            if last:
+                del self.encoder.encoder_eager_forward
+        for name in ("uneven_items", "two_items"):
+            self.images(name)
 
     def usable_after_a_mistake(self) -> None:
         self.images("uneven_items")

@@ -17,11 +17,12 @@ def check(grids, device, spare_patches=0, spare_sequences=0, dtype=torch.int32) 
     sequences = sum(t for t, _, _ in grids)
     arguments = grid_thw, patches + spare_patches, sequences + spare_sequences
     actual, expected = layout(*arguments), layout_reference(*arguments)
-    for name in ("num_patches", "num_tokens", "cu_seqlens", "coords"):
+    for name in ("num_patches", "num_tokens", "num_sequences", "cu_seqlens", "coords"):
         assert getattr(actual, name).shape == getattr(expected, name).shape
         assert getattr(actual, name).dtype == torch.int32
     assert actual.num_patches.item() == expected.num_patches.item() == patches
     assert actual.num_tokens.item() == expected.num_tokens.item() == patches // 4
+    assert actual.num_sequences.item() == expected.num_sequences.item() == sequences
     assert torch.equal(actual.cu_seqlens, expected.cu_seqlens)
     assert torch.equal(actual.coords[:patches], expected.coords[:patches])
     assert actual.cu_seqlens[-1].item() == patches
@@ -126,3 +127,15 @@ def test_more_items_than_a_scan_holds(device) -> None:
     assert batch.num_patches.item() == 4 * len(grids)
     expected = 4 * torch.arange(len(grids) + 1, dtype=torch.int32, device=device)
     assert torch.equal(batch.cu_seqlens, expected)
+
+
+@pytest.mark.parametrize("run", [layout, layout_reference])
+def test_grids_above_the_capacity_never_reach_past_it(device, run):
+    """Checked long before; but a kernel that trusted such offsets might not end."""
+    grid_thw = torch.tensor([(1, 4, 4), (3, 400, 400), (2, 2, 2)], dtype=torch.int32, device=device)
+    result = run(grid_thw, 64, 3)
+    assert result.num_patches.item() == 64
+    assert result.num_tokens.item() == 16
+    assert result.num_sequences.item() == 3
+    offsets = result.cu_seqlens.tolist()
+    assert offsets == sorted(offsets) and offsets[-1] == 64

@@ -155,3 +155,10 @@ def test_a_capacity_is_calibrated_once(monkeypatch) -> None:
     encoder.to(torch.float16)
     assert encoder._calibrated_plan(256, 8) is not first
     assert len(measured) == 5
+
+
+def test_a_move_to_where_it_is_changes_nothing(encoder, batch) -> None:
+    """A captured graph still serves, and what was calibrated stays."""
+    frequencies, plan = encoder.frequencies, encoder.plan
+    encoder.to(encoder.device).to(encoder.dtype)
+    assert encoder.frequencies is frequencies and encoder.plan is plan

@@ -147,7 +147,8 @@ class SharedEncoder:
 
     def why_not_replayable(self, pixels: Tensor, grids: Grids) -> str | None:
         """What keeps a pack out of the graph that was chosen for it, or None."""
-        self.refresh()
+        if not self.refresh():
+            return self.unshareable
         encoder = self.encoder
         if self._moved:
             return "the weights moved after the graphs were captured"
