@@ -300,8 +300,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=REQUESTS, help="of each of the five mixes")
     parser.add_argument("--save", type=Path, default=None, metavar="DIR", help="a JSON and a PNG")
     args = parser.parse_args()
-    measured = json.loads(args.measurements.read_text())
-    samples = samples_of(measured)
+    if args.requests < 1:
+        parser.error(f"--requests {args.requests} must be at least 1")
+    try:
+        measured = json.loads(args.measurements.read_text())
+        samples = samples_of(measured)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"--measurements {args.measurements}: no result of bench encoder ({error!r})")
     mixes = {
         mix: simulate(mix, samples, args.requests)
         for mix in track(MIXES, description="mixes", transient=True)

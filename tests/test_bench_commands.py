@@ -85,3 +85,29 @@ def test_a_failing_rank_is_reported(tmp_path, capsys) -> None:
     assert main([*command, "--systems", "vitgraph", "--seconds", "60", *TINY]) == 1
     printed = capsys.readouterr().out
     assert "parallel 1: failed" in printed and "nosuch" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["encoder", "--seconds", "0"], "--seconds 0.0 must be at least 1"),
+        (["encoder", "--seconds", "nan"], "--seconds nan"),
+        (["encoder", "--repeats", "0"], "--repeats 0 must be at least 2"),
+        (["serving", "--requests", "0"], "--requests 0 must be at least 1"),
+        (["serving", "--warm-up", "-3"], "--warm-up -3 must be at least 0"),
+        (["encoder", "--save", "run.v1"], "not .v1"),
+        (["encoder", "--save", "/tmp"], "--save /tmp is a folder"),
+        (["encoder", "--save", "/dev/null/x.json"], "--save /dev/null/x.json: "),
+    ],
+)
+def test_options_are_checked_before_anything_is_built(arguments, message, capsys) -> None:
+    assert main(["bench", *arguments, *TINY]) == 2
+    assert message in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("sizes", ["[[1.9, 2, 2]]", "[[true, 4, 4]]", "[[1e400, 3]]", "[[0, 0]]"])
+def test_sizes_that_are_none(sizes, tmp_path, capsys) -> None:
+    file = tmp_path / "sizes.json"
+    file.write_text(sizes)
+    assert main(["bench", "encoder", "--sizes", str(file), *TINY]) == 2
+    assert "sizes.json" in capsys.readouterr().err.replace("\n", "")

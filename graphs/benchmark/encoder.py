@@ -14,6 +14,7 @@ from torch import Tensor
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.encoder.inputs import Grid
 from vitgraph.graphs.benchmark import report
+from vitgraph.graphs.benchmark.options import check_options, use
 from vitgraph.graphs.benchmark.pictures import encoder_picture
 from vitgraph.graphs.benchmark.systems import (
     TOLERANCE,
@@ -42,8 +43,10 @@ MOST_CPU_TOKENS = 512  # larger batches are for GPUs
 
 
 def bench_encoder(args: argparse.Namespace, console: Console) -> int:
-    """Measure, print, save; 1 if a system's output was wrong."""
+    """Measure, print, save; 1 if a system failed or its output was wrong, or nothing was timed."""
+    check_options(args)
     device, dtype, geometry = choose(args)
+    use(device)
     args.seconds = args.seconds or seconds_for(device)
     started = time.monotonic()
     workloads, not_run = _workloads(args, device)
@@ -92,13 +95,14 @@ def bench_encoder(args: argparse.Namespace, console: Console) -> int:
 
 
 def publish(result: dict[str, Any], path: Path | None, console: Console) -> int:
-    """Print and save; 1 if a system's output was wrong."""
+    """Print and save; 1 if a system failed or its output was wrong, or nothing was timed."""
     sheets = report.encoder_sheets(result)
     lines = report.missing_lines(result["systems"], result["not_run"])
-    wrong = False
+    wrong = not any(row["turns"] for row in result["workloads"].values())
     for workload, row in result["workloads"].items():
         for name, one in row["systems"].items():
             if "failed" in one:
+                wrong = True
                 lines.append(f"failed: {name} of {workload}: {one['failed']}")
             elif one["wrong"]:
                 wrong = True
@@ -140,8 +144,10 @@ def measure(
         first = time.perf_counter() - started
         if truth is None:
             truth = output
-        error = ((output - truth).norm() / truth.norm()).item()
-        wrong = output.shape != truth.shape or not error <= TOLERANCE[dtype]
+        error = float("inf")
+        if output.shape == truth.shape:
+            error = ((output - truth).norm() / truth.norm()).item()
+        wrong = not error <= TOLERANCE[dtype]
         found[system.name] = {"first_call_s": first, "error": error, "wrong": wrong}
         compiling += first if system.compiles else 0.0
     timed = [s for s in systems if s.name in found and not found[s.name]["wrong"]]

@@ -24,6 +24,7 @@ from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.encoder.inputs import Grid
 from vitgraph.graphs.benchmark import report, workloads
 from vitgraph.graphs.benchmark import systems as ways
+from vitgraph.graphs.benchmark.options import check_options, use
 from vitgraph.graphs.benchmark.pictures import serving_picture
 from vitgraph.graphs.benchmark.systems import Setup, System, rows
 from vitgraph.graphs.benchmark.timing import time_in_turns
@@ -42,7 +43,9 @@ LEAST_SECONDS, GRACE_SECONDS = 20, 60  # of a launch; to start and to end
 
 def bench_serving(args: argparse.Namespace, console: Console) -> int:
     """Measure, print, save; 1 if an output was wrong or a rank failed."""
+    check_options(args)
     device, dtype, geometry = choose(args)
+    use(device)
     args.seconds = args.seconds or workloads.seconds_for(device)
     if min(args.ranks) < 1:
         raise ValueError(f"--ranks {min(args.ranks)} is no number of processes")
@@ -142,9 +145,11 @@ def run_parallel(
             process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
             try:
                 process.wait(timeout=seconds + GRACE_SECONDS)
-            except (subprocess.TimeoutExpired, KeyboardInterrupt):
-                process.terminate()  # the launcher ends its ranks
-                process.wait()
+            except subprocess.TimeoutExpired:
+                _end(process)
+            except KeyboardInterrupt:
+                _end(process)
+                raise
         if process.returncode:
             tail = log.read_text(errors="replace").strip()[-2000:]
             result["not_run"].append(f"{name}: failed, status {process.returncode}: {tail}")
@@ -157,6 +162,16 @@ def run_parallel(
             result["systems"][f"{system} ({name})"] = {"missing": why}
     title = f"20 images of 336x336 a request, {ranks} rank{'s' * (ranks > 1)}"
     result["experiments"][name] = {"title": title, "ranks": ranks, **found}
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Ask the launcher to end its ranks; do not wait for ever."""
+    process.terminate()
+    try:
+        process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def measure(
@@ -251,4 +266,5 @@ def publish(result: dict[str, Any], path: Path | None, console: Console) -> int:
 def _counts(args: argparse.Namespace, experiment: str) -> tuple[int, int]:
     """Requests and warm-up, as asked for or as published."""
     requests, warm_up = REQUESTS[experiment]
-    return args.requests or requests, warm_up if args.warm_up is None else args.warm_up
+    asked = requests if args.requests is None else args.requests
+    return asked, warm_up if args.warm_up is None else args.warm_up

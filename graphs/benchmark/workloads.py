@@ -125,13 +125,20 @@ def load_sizes(path: Path) -> list[Grid]:
             rows = [row for row in lines if row and row[0].strip().isdigit()]  # no head line
         else:
             rows = json.loads(path.read_text())
-        sizes = [tuple(int(value) for value in row) for row in rows]
+        sizes = [tuple(map(_whole, row)) for row in rows]
         grids = [image_grid(*size) if len(size) == 2 else size for size in sizes]
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"--sizes {path}: no list of sizes ({error})") from None
     if not grids:
         raise ValueError(f"--sizes {path}: holds no size")
     return check_grids(grids)
+
+
+def _whole(value: Any) -> int:
+    """A number of a JSON list, or a cell of a CSV file."""
+    if type(value) not in (int, str):
+        raise ValueError(f"{value!r} is no whole number")
+    return int(value)
 
 
 def _image_size(path: Path) -> tuple[int, int]:

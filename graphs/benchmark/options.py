@@ -1,0 +1,44 @@
+"""What `vitgraph bench` is told, checked before anything is built."""
+
+import argparse
+import math
+
+import torch
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Refuse what could only fail, or be lost, at the end.
+
+    Raises:
+        ValueError: naming the option and what it was given.
+    """
+    for name, least in (
+        ("seconds", 1),
+        ("workload_seconds", 0),
+        ("repeats", 2),
+        ("requests", 1),
+        ("warm_up", 0),
+    ):
+        value = getattr(args, name, None)
+        if value is not None and (not math.isfinite(value) or value < least):
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+    if args.save is None:
+        return
+    if args.save.is_dir():
+        raise ValueError(f"--save {args.save} is a folder, name a file")
+    if args.save.suffix not in ("", ".json"):
+        raise ValueError(
+            f"--save {args.save}: the files end in .json, .md and .png, not {args.save.suffix}"
+        )
+    if args.sizes is not None and args.sizes.resolve() == args.save.with_suffix(".json").resolve():
+        raise ValueError(f"--save {args.save} would overwrite --sizes")
+    try:
+        args.save.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--save {args.save}: {error}") from None
+
+
+def use(device: torch.device) -> None:
+    """Make a GPU the current one: events and graphs are timed there."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
