@@ -156,6 +156,8 @@ def probe(provider: Provider, heads: Heads, device: torch.device) -> Capability:
         return answer(False, "not installed")
     try:
         isolates = try_out(build_with(provider), heads, device)
+    except torch.OutOfMemoryError:
+        raise  # says nothing of the provider, and must not be remembered
     except Exception as error:
         return answer(False, describe(error))
     return answer(True, "" if isolates else LEAKS, isolates=isolates)

@@ -100,6 +100,8 @@ def serving(heads: Heads, device: torch.device) -> tuple[Capability, Build]:
         way = functools.partial(build, copies=copies)
         try:
             isolates = try_out(way, heads, device)
+        except torch.OutOfMemoryError:
+            raise  # says nothing of the library, and must not be remembered
         except Exception as error:
             errors.append(describe(error))
             continue

@@ -122,11 +122,11 @@ def _time_attention(
     times: dict[str, float] = {}
     left_out: dict[str, str] = {}
     for name, build in BACKENDS.items():
-        serves = capability(name, encoder.heads, encoder.device)
-        if not (serves.ok and serves.capturable and serves.isolates):
-            left_out[name] = serves.reason
-            continue
         try:
+            serves = capability(name, encoder.heads, encoder.device)
+            if not (serves.ok and serves.capturable and serves.isolates):
+                left_out[name] = serves.reason
+                continue
             times[name] = 0.0
             for layout in layouts:
                 attend = build(layout, encoder.heads)
@@ -137,7 +137,7 @@ def _time_attention(
         except Exception as error:
             if name == "triton":  # nothing else is sure to serve
                 raise
-            del times[name]
+            times.pop(name, None)
             left_out[name] = describe(error)
     return times, left_out
 

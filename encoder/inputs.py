@@ -42,7 +42,8 @@ def check_grids(grid_thw: Any, merge_size: int = 2) -> Grids:
     if isinstance(grid_thw, str | bytes):
         raise ValueError(f"grid_thw must be [items, 3], got {grid_thw!r}")
     if isinstance(grid_thw, Tensor):
-        if grid_thw.dtype == torch.bool or grid_thw.device.type == "meta":
+        dense = grid_thw.layout == torch.strided and grid_thw.device.type != "meta"
+        if grid_thw.dtype == torch.bool or not dense:
             raise ValueError(
                 f"grid_thw must hold integers, got {grid_thw.dtype} on {grid_thw.device}"
             )
@@ -87,11 +88,12 @@ def _integers(item: int, grid: Any) -> list[int]:
     """A grid of any form as three plain integers."""
     if isinstance(grid, Tensor | np.ndarray):
         grid = grid.tolist()
-    if not isinstance(grid, Sequence) or len(grid) != 3:
+    if not isinstance(grid, Sequence) or isinstance(grid, str | bytes) or len(grid) != 3:
         raise ValueError(f"item {item}: a grid has 3 values (t, h, w), got {grid!r}")
     values = []
     for value in grid:
-        if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
+        is_bool = isinstance(value, bool | np.bool_) or getattr(value, "dtype", None) == torch.bool
+        if is_bool or not hasattr(value, "__index__"):
             raise ValueError(f"item {item}: grid values must be integers, got {value!r}")
         try:
             values.append(operator.index(value))

@@ -31,6 +31,7 @@ CASES = [
     "a_broken_batch_raises_everywhere",
     "a_rank_that_fails_raises_everywhere",
     "a_rank_that_fails_to_encode_raises_everywhere",
+    "a_rank_that_is_a_call_behind_raises_everywhere",
     "usable_after_a_mistake",
     "without_the_check",
     "a_group_of_some_ranks",
@@ -286,6 +287,13 @@ class Cases:
                 del self.encoder.encoder_eager_forward
         for name in ("uneven_items", "two_items"):
             self.images(name)
+
+    def a_rank_that_is_a_call_behind_raises_everywhere(self) -> None:
+        """Batches of the same sizes, but not the same batch."""
+        last = self.rank == self.world - 1
+        self.parallel._calls -= last
+        self.raises(self.batch([(1, 4, 4)]), "the ranks hold different batches")
+        self.parallel._calls += last
 
     def usable_after_a_mistake(self) -> None:
         self.images("uneven_items")

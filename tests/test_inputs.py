@@ -43,6 +43,8 @@ def test_no_grids() -> None:
         ((1, 4), "item 1: a grid has 3 values (t, h, w), got (1, 4)"),
         ((1, 4.0, 4), "item 1: grid values must be integers, got 4.0"),
         ((True, 4, 4), "item 1: grid values must be integers, got True"),
+        ((torch.tensor(True), 4, 4), "item 1: grid values must be integers, got tensor(True)"),
+        (b"\x01\x04\x04", "item 1: a grid has 3 values (t, h, w), got b'\\x01\\x04\\x04'"),
         (4, "item 1: a grid has 3 values (t, h, w), got 4"),
     ],
 )
@@ -52,7 +54,10 @@ def test_bad_grids_name_the_item(grid, message) -> None:
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize("value", [torch.tensor(3), torch.tensor([1, 4, 4]), "abc", None, 7])
+@pytest.mark.parametrize(
+    "value",
+    [torch.tensor(3), torch.tensor([1, 4, 4]), torch.ones(1, 3).int().to_sparse(), "abc", None, 7],
+)
 def test_grids_of_the_wrong_rank(value) -> None:
     with pytest.raises(ValueError):
         check_grids(value)

@@ -399,3 +399,16 @@ def test_costs_are_not_measured_on_a_cpu(encoder, batch) -> None:
         assert [pack.budget for pack in manager.last_plan] == [64]
     else:
         assert manager.cost_model.budgets == (64, 512)
+
+
+def test_items_are_selected_in_the_order_asked_for(encoder, batch) -> None:
+    mm_kwargs = batch([(1, 4, 4), (1, 2, 6), (1, 4, 2)])
+    first, second, third = mm_kwargs["pixel_values"].split([16, 12, 8])
+    for indices, pixels in (
+        ([2, 0, 1], [third, first, second]),
+        ([1, 0], [second, first]),
+        ([1, 2], [second, third]),
+    ):
+        selected = encoder.select_encoder_cudagraph_items(mm_kwargs, indices)
+        assert torch.equal(selected["pixel_values"], torch.cat(pixels))
+        assert selected["image_grid_thw"] == [mm_kwargs["image_grid_thw"][i] for i in indices]
