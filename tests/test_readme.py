@@ -76,6 +76,12 @@ def test_replay_cost() -> None:
         assert words in README
 
 
+def test_data_parallel() -> None:
+    measured = result("data parallel")["batches"]["20 x (1,20,20)"]
+    words = f"take {measured['all_ms']:.2f} ms instead of {measured['one_ms']:.2f}"
+    assert words in README
+
+
 def test_capture() -> None:
     ours, theirs = (
         result("encoder")["systems"][name] for name in ("vitgraph graph", "vllm FLASH_ATTN graph")
