@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
 from vitgraph.encoder.attention import FREE_OF_EMPTY_SEQUENCES
-from vitgraph.encoder.inputs import Grids
+from vitgraph.encoder.inputs import Grids, host_grids, outlives
 from vitgraph.graphs.vllm_plugin import logger
 from vitgraph.graphs.vllm_plugin.protocol import GRIDS, PIXELS
 from vitgraph.kernels.linear import PixelNormalization
@@ -101,9 +101,9 @@ class SharedEncoder:
         """Encode eagerly, after `refresh`; the arguments of vLLM's tower."""
         encoder = self.encoder
         if self.pixel_normalization is None:
-            pixels = pixels.to(encoder.device, non_blocking=True).to(encoder.dtype)
+            pixels = pixels.to(encoder.device, non_blocking=outlives(pixels)).to(encoder.dtype)
         elif pixels.dtype != torch.uint8:  # 0..255 all the same
-            pixels = pixels.to(encoder.device, non_blocking=True)
+            pixels = pixels.to(encoder.device, non_blocking=outlives(pixels))
             pixels = self.tower.input_norm(pixels, encoder.dtype)
         return encoder(pixels, grid_thw)
 
@@ -164,11 +164,9 @@ class SharedEncoder:
 
     def replay_grids(self, grids: Grids, max_items: int) -> Tensor:
         """[max_items, 3] on the tower's device, unused slots zero."""
-        slots = [*grids, *[(0, 0, 0)] * (max_items - len(grids))]
-        values, device = torch.tensor(slots, dtype=torch.int32), self.encoder.device
-        if device.type == "cuda":  # vLLM's own copy would wait for the replay before
-            values = values.pin_memory().to(device, non_blocking=True)
-        return values
+        device = self.encoder.device
+        # vLLM's own copy would wait for the replay before.
+        return host_grids(grids, max_items, device).to(device, non_blocking=True)
 
     def _bind(self) -> Qwen3VLVisionEncoder:
         tower = self.tower
