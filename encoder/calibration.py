@@ -153,22 +153,24 @@ def _microseconds(
     stream = side_stream(torch.device("cuda", torch.cuda.current_device()))
     stream.wait_stream(torch.cuda.current_stream())
     total = 0.0
-    with torch.cuda.stream(stream):
-        if num_rows is not None:
-            num_rows.fill_(rows[0])
-        call()
-        if give_up < math.inf and (once := _elapsed(call)) > give_up:
-            return once
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for _ in range(LAUNCHES):
-                call()
-        for count in rows:
+    try:
+        with torch.cuda.stream(stream):
             if num_rows is not None:
-                num_rows.fill_(count)
-            times = sorted(_elapsed(graph.replay) for _ in range(ROUNDS))
-            total += times[ROUNDS // 2] / LAUNCHES
-    torch.cuda.current_stream().wait_stream(stream)
+                num_rows.fill_(rows[0])
+            call()
+            if give_up < math.inf and (once := _elapsed(call)) > give_up:
+                return once
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                for _ in range(LAUNCHES):
+                    call()
+            for count in rows:
+                if num_rows is not None:
+                    num_rows.fill_(count)
+                times = sorted(_elapsed(graph.replay) for _ in range(ROUNDS))
+                total += times[ROUNDS // 2] / LAUNCHES
+    finally:  # also where a library raised: what it launched may still write
+        torch.cuda.current_stream().wait_stream(stream)
     return total
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from vitgraph.encoder.attention import DTYPES, capabilities
 from vitgraph.encoder.attention_trial import Capability, Heads
 from vitgraph.graphs.vllm_plugin.report import report
+from vitgraph.kernels.launch import hopper_tier_unavailable
 
 NUM_HEADS, HEAD_DIM = 16, 72  # of the large towers
 DTYPE_NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
@@ -89,19 +90,10 @@ def _serves(answers: Sequence[Capability]) -> tuple[str, str]:
 
 def _hopper() -> str:
     """Whether the Gluon kernels serve here, or why not."""
-    import triton
-
-    from vitgraph.kernels.linear import HOPPER_TRITON_RELEASES
-
-    if not triton.__version__.startswith(HOPPER_TRITON_RELEASES):
-        tested = ", ".join(f"{release}x" for release in HOPPER_TRITON_RELEASES)
-        return f"no: tested with triton {tested}, this is {triton.__version__}; portable kernels"
     if not torch.cuda.is_available():
         return "no: torch sees no CUDA GPU"
-    capability = torch.cuda.get_device_capability()
-    if capability != (9, 0):
-        return f"no: compute capability {capability} is not (9, 0); portable kernels serve"
-    return "yes"
+    reason = hopper_tier_unavailable(torch.device("cuda", torch.cuda.current_device()))
+    return f"no: {reason}; portable kernels serve" if reason else "yes"
 
 
 def _graphs() -> str:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-import triton
 import triton.experimental.gluon.language as gl
 from torch import Tensor
 from triton.experimental import gluon
@@ -26,12 +25,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
-from vitgraph.kernels.launch import capability_of
+from vitgraph.kernels.launch import hopper_tier_unavailable
 
 if TYPE_CHECKING:
     from vitgraph.kernels.attention_tiles import AttentionTiles
 
-TESTED_RELEASES = ("3.6.",)  # gluon is experimental: its interface moves
 PARTIAL_WIDTH = gl.constexpr(96)  # floats of a row of a part: 64 + 16, its maximum, its sum
 V_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 V_TAIL_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
@@ -569,17 +567,6 @@ class AttentionSm90Config:
         return self.rows * self.consumers
 
 
-def attention_sm90_unavailable(device: torch.device) -> str | None:
-    """Why this tier cannot serve on `device`, or None where it can."""
-    capability = capability_of(device)
-    if capability != (9, 0):
-        return f"needs compute capability 9.0, this GPU has {capability[0]}.{capability[1]}"
-    if not triton.__version__.startswith(TESTED_RELEASES):
-        tested = ", ".join(release + "x" for release in TESTED_RELEASES)
-        return f"tested with Triton {tested}, not {triton.__version__}"
-    return None
-
-
 def attention_sm90_config(
     num_patches: int, num_sequences: int, head_dim: int, device: torch.device
 ) -> AttentionSm90Config | None:
@@ -589,7 +576,7 @@ def attention_sm90_config(
     portable 23.4; 1x2048 small 53.8, tall 60.7; 1x3072 tall 95.2, small 107.6, wide 119.0; 20x400
     wide 72.6, small 81.2, tall 88.6; 8x1024 tall 102.7, wide 107.4.
     """
-    if head_dim not in (64, 72, 80) or num_patches <= 640 or attention_sm90_unavailable(device):
+    if head_dim not in (64, 72, 80) or num_patches <= 640 or hopper_tier_unavailable(device):
         return None
     if num_patches <= 2560:
         return AttentionSm90Config(64, 2, 128, 2)  # small

@@ -10,6 +10,10 @@ import triton.language as tl
 
 Capability = tuple[int, int]
 
+# The Hopper tier is written in Gluon, which changes between releases of Triton: those it was tested
+# with, on a GPU.
+GLUON_RELEASES = ("3.6.",)
+
 # Of the A100, A40, RTX 4090, H100 and H200 (SXM), B200.
 MULTIPROCESSORS = {(8, 0): 108, (8, 6): 84, (8, 9): 128, (9, 0): 132, (10, 0): 148}
 
@@ -27,6 +31,17 @@ def capability_of(device: torch.device) -> Capability:
     if is_interpreted():
         return 0, 0
     return divmod(triton.runtime.driver.active.get_current_target().arch, 10)
+
+
+def hopper_tier_unavailable(device: torch.device) -> str | None:
+    """Why the Gluon kernels cannot serve on `device`, or None where they can."""
+    if not triton.__version__.startswith(GLUON_RELEASES):
+        tested = ", ".join(f"{release}x" for release in GLUON_RELEASES)
+        return f"tested with triton {tested}, this is {triton.__version__}"
+    capability = capability_of(device)
+    if capability != (9, 0):
+        return f"needs compute capability 9.0, this GPU has {capability[0]}.{capability[1]}"
+    return None
 
 
 def num_multiprocessors(device: torch.device) -> int:

@@ -5,24 +5,18 @@ uint8 patches may be given instead of normalised ones: channel c of a value x is
 (x / 255 - mean[c]) / std[c], a patch being its channels one after the other.
 """
 
-import functools
-from types import ModuleType
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from vitgraph.kernels.activation import Activation
-from vitgraph.kernels.launch import capability_of
+from vitgraph.kernels.launch import capability_of, hopper_tier_unavailable
 from vitgraph.kernels.linear_triton import PixelNormalization, is_aligned, linear_triton
 from vitgraph.kernels.tiles import linear_config
 
 Provider = Literal["triton", "gluon", "cublas"]
-
-# Gluon changes between releases: those the Hopper tier was tested with, on a GPU.
-HOPPER_TRITON_RELEASES = ("3.6.",)
 
 
 def linear_reference(
@@ -88,16 +82,6 @@ def linear_cublas(
         torch.add(y, residual, out=out)
 
 
-@functools.cache
-def _hopper_tier() -> ModuleType | None:
-    """linear_sm90, if this Triton is one it was tested with."""
-    if not triton.__version__.startswith(HOPPER_TRITON_RELEASES):
-        return None
-    from vitgraph.kernels import linear_sm90
-
-    return linear_sm90
-
-
 def linear_providers(
     device: torch.device, dtype: torch.dtype, capacity: int, out_features: int, in_features: int
 ) -> tuple[Provider, ...]:
@@ -110,7 +94,7 @@ def linear_providers(
     if dtype == torch.uint8:
         return ("triton",)
     config = linear_config(capability_of(device), dtype, capacity, out_features, in_features)
-    if config.hopper_rows is None or _hopper_tier() is None:
+    if config.hopper_rows is None or hopper_tier_unavailable(device):
         return ("triton", "cublas")
     if capacity < config.hopper_rows:
         return ("triton", "gluon", "cublas")
@@ -174,7 +158,9 @@ def linear(
     if provider == "cublas":
         linear_cublas(*operands, out)
     elif provider == "gluon" and is_aligned(x, weight, residual, out):
-        _hopper_tier().linear_sm90(*operands, num_rows, out)
+        from vitgraph.kernels.linear_sm90 import linear_sm90
+
+        linear_sm90(*operands, num_rows, out)
     else:
         config = linear_config(capability_of(x.device), weight.dtype, *shape)
         linear_triton(*operands, num_rows, out, normalization, config)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from vitgraph.kernels.launch import hopper_tier_unavailable
 from vitgraph.kernels.linear import linear_reference
 
 pytestmark = pytest.mark.gpu
@@ -28,12 +29,11 @@ LAYERS = [(1152, 4304), (3456, 1152), (4304, 1152), (72, 88)]
 
 @pytest.fixture
 def linear_sm90(device):
-    linear = pytest.importorskip("vitgraph.kernels.linear")
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("needs compute capability 9.0")
-    if linear._hopper_tier() is None:
-        pytest.skip(f"Gluon was tested with Triton {linear.HOPPER_TRITON_RELEASES} only")
-    return linear._hopper_tier().linear_sm90
+    if reason := hopper_tier_unavailable(device):
+        pytest.skip(reason)
+    from vitgraph.kernels.linear_sm90 import linear_sm90
+
+    return linear_sm90
 
 
 def make_layer(rng, rows, out_features, in_features, dtype):
