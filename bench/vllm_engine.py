@@ -4,7 +4,9 @@
     python bench/vllm_engine.py --gpus 2 --ranks 2 --backends FLASH_ATTN --modes graph
 
 One engine for each attention backend, graphs on and off, vLLM's tower and ours; with --ranks, each
-engine is tensor parallel, with every mm_encoder_tp_mode, and is also compared with one rank.
+engine is tensor parallel, with every mm_encoder_tp_mode, and is also compared with one rank; with
+--one-gpu the ranks share one GPU and exchange through the host (gloo), for which vLLM's own tower
+has no graphs.
 Weights, random and large enough to matter, and inputs are the same in all. What is compared with
 vLLM's tower:
 
@@ -49,19 +51,19 @@ def units(args: argparse.Namespace) -> list[list[dict]]:
     tp_modes = args.tp_modes if args.ranks > 1 else ["weights"]
     found = [
         [
-            _spec(backend, mode, args.ranks, tp_mode, tower)
+            _spec(backend, mode, args.ranks, tp_mode, tower, args.one_gpu)
             for tp_mode in tp_modes
-            for tower in TOWERS
+            for tower in args.towers
         ]
         for mode in args.modes
         for backend in args.backends
     ]
     if args.ranks > 1:  # the tokens of many ranks are to be those of one
-        found[0].append(_spec(args.backends[0], args.modes[0], 1, "weights", "vitgraph"))
+        found[0].append(_spec(args.backends[0], args.modes[0], 1, "weights", "vitgraph", False))
     return found
 
 
-def _spec(backend: str, mode: str, ranks: int, tp_mode: str, tower: str) -> dict:
+def _spec(backend: str, mode: str, ranks: int, tp_mode: str, tower: str, one_gpu: bool) -> dict:
     parallel = f"{ranks} ranks {tp_mode} " if ranks > 1 else ""
     return {
         "name": f"{backend} {mode} {parallel}{tower}",
@@ -70,6 +72,7 @@ def _spec(backend: str, mode: str, ranks: int, tp_mode: str, tower: str) -> dict
         "ranks": ranks,
         "tp_mode": tp_mode,
         "tower": tower,
+        "one_gpu": one_gpu,
     }
 
 
@@ -81,10 +84,13 @@ def main() -> int:
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--gpus", type=int, default=1, help="used by engines side by side")
+    parser.add_argument("--at-once", type=int, default=3, help="engines that share a GPU")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs of one engine")
+    parser.add_argument("--one-gpu", action="store_true", help="which all its ranks share")
     parser.add_argument("--tp-modes", nargs="+", choices=TP_MODES, default=list(TP_MODES))
+    parser.add_argument("--towers", nargs="+", choices=TOWERS, default=list(TOWERS))
     parser.add_argument("--seconds", type=float, default=540, help="for everything")
-    parser.add_argument("--engine-seconds", type=float, default=150, help="for one engine")
+    parser.add_argument("--engine-seconds", type=float, default=240, help="for one engine")
     parser.add_argument("--save", type=Path, default=Path("vllm_engine.json"))
     parser.add_argument("--engine", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -109,14 +115,16 @@ def main() -> int:
             from dummy_model import write_model
 
             model = write_model(Path(work) / "model", args.geometry)
+        gpus_per_engine = 1 if args.one_gpu else args.ranks
         engines = units(args)
         for spec in itertools.chain(*engines):
             spec["model"] = str(model)
         result["not_run"] = run_lanes(
             __file__,
             engines,
-            lanes=max(1, args.gpus // args.ranks),
-            gpus_per_lane=args.ranks,
+            lanes=max(1, args.gpus // gpus_per_engine),
+            gpus_per_lane=gpus_per_engine,
+            at_once=args.at_once,
             work=Path(work),
             seconds=args.seconds - (time.monotonic() - started),
             engine_seconds=args.engine_seconds,

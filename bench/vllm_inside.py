@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from vllm_lanes import Recorder, engine_options, register_plugin
+from vllm_lanes import Recorder, alone, engine_options, register_plugin
 
 from vitgraph.graphs.benchmark.report import header
 from vitgraph.graphs.benchmark.workloads import BUDGETS, MAX_ITEMS, WORKLOADS
@@ -31,10 +31,11 @@ def measure_engine(spec: dict) -> None:
     record(engine_up_s=time.perf_counter() - started)
     record(**llm.collective_rpc(prepare)[0])
     milliseconds = {}
-    for name in WORKLOADS:
-        answers = llm.collective_rpc(encode_workload, args=(name, spec["output"], spec["ranks"]))
-        milliseconds[name] = max(answers)
-        record(milliseconds=milliseconds)
+    with alone(spec["output"]):
+        for name in WORKLOADS:
+            arguments = name, spec["output"], spec["ranks"]
+            milliseconds[name] = max(llm.collective_rpc(encode_workload, args=arguments))
+            record(milliseconds=milliseconds)
     before = llm.collective_rpc(statistics)
     prompts = make_prompts()
     started = time.perf_counter()

@@ -1,11 +1,13 @@
-"""Engines of vLLM, each in a process of its own; several GPUs work side by side.
+"""Engines of vLLM, each in a process of its own, on several GPUs or several at once on one.
 
 Shared by the vllm_*.py scripts. A script starts itself with `--engine SPEC` for every engine; the
 process writes its result to the file that SPEC names, piece by piece, so what an engine measured
-before it failed or ran out of time is kept.
+before it failed or ran out of time is kept. Most of an engine's minute is spent on coming up, so
+engines share a GPU, and those that do stand still (SIGSTOP) while one of them is timed.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -14,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -30,22 +32,29 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "NCCL_NVLS_ENABLE": "0",
 }
+ONE_GPU_ENVIRONMENT = {  # of ranks that share one; NCCL refuses that
+    "VLLM_DISABLE_PYNCCL": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+}
 TOWERS = ("vllm", "vitgraph")
 LEAST_SECONDS = 30  # no engine is started with less left
+SETTLE_SECONDS = 0.3  # for what a stopped process has launched
 KEPT = re.compile(r"vitgraph|CUDA graph (pool )?memory|Graph capturing finished")
 FAULT = re.compile(r"^(\(.*?\) )?(ERROR.*|[\w.]*(Error|Exception|Interrupt)\b.*)$")
 
 
 def engine_options(spec: dict) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`; `spec` has model, backend, graphs, budgets, items, ranks,
-    tp_mode."""
-    return dict(
+    """Arguments of `vllm.LLM`; `spec` has model, backend, graphs, budgets, items, ranks, tp_mode,
+    at_once and one_gpu."""
+    options = memory_options(spec["at_once"] * (spec["ranks"] if spec["one_gpu"] else 1))
+    if spec["one_gpu"]:
+        options |= dict(worker_cls="vllm_one_gpu.WorkerOnOneGpu", distributed_executor_backend="mp")
+    return options | dict(
         model=spec["model"],
         load_format="dummy",
         max_model_len=16384,
         max_num_batched_tokens=16384,
         max_num_seqs=32,
-        gpu_memory_utilization=0.5,
         mm_encoder_attn_backend=spec["backend"],
         mm_processor_cache_gb=0,
         # The largest image takes vLLM's Triton attention 15 s.
@@ -60,11 +69,20 @@ def engine_options(spec: dict) -> dict[str, Any]:
     )
 
 
+def memory_options(engines: int) -> dict[str, Any]:
+    """Of one of several engines on a GPU. Alone it measures what is left for its cache, as usual;
+    beside others that would measure theirs."""
+    if engines == 1:
+        return {"gpu_memory_utilization": 0.5}
+    return {"gpu_memory_utilization": 0.6 / engines, "kv_cache_memory_bytes": 2 << 30}
+
+
 def compilation_options(spec: dict) -> dict[str, Any]:
     """Graphs: few and of decoding only for the language model, the spec's for the encoder."""
     return {
         "mode": 0,
-        "cudagraph_mode": "FULL_DECODE_ONLY",
+        # gloo, which ranks on one GPU use, cannot be captured.
+        "cudagraph_mode": "NONE" if spec.get("one_gpu") else "FULL_DECODE_ONLY",
         "cudagraph_capture_sizes": [1, 8, 16, 32],
         "cudagraph_mm_encoder": spec["graphs"],
         "encoder_cudagraph_token_budgets": list(spec["budgets"]),
@@ -97,11 +115,14 @@ def run_lanes(
     engine_seconds: float,
     save: Callable[[dict, dict], None],
     gpus_per_lane: int = 1,
+    at_once: int = 1,
 ) -> list[str]:
     """Run all engines.
 
     Args:
-        units: engines that are compared with each other, which stay on one GPU, one after another.
+        units: engines that are compared with each other, which stay on one GPU.
+        lanes: GPUs, or groups of `gpus_per_lane`, that work side by side.
+        at_once: engines that share a GPU.
         seconds: for everything; `engine_seconds` for one engine.
         save: called with the spec and the outcome of every engine, one call at a time.
 
@@ -113,6 +134,10 @@ def run_lanes(
     if len(devices) < lanes * gpus_per_lane:
         raise ValueError(f"{lanes * gpus_per_lane} GPUs are asked for, {len(devices)} are visible")
     waiting, skipped, lock = list(units), [], threading.Lock()
+    if lanes == 1:  # any order is on one GPU
+        waiting = [[spec] for unit in units for spec in unit]
+    for spec in (spec for unit in units for spec in unit):
+        spec["at_once"] = at_once
     began = time.monotonic()
 
     def lane(index: int) -> None:
@@ -139,7 +164,11 @@ def run_lanes(
                         flush=True,
                     )
 
-    threads = [threading.Thread(target=lane, args=(index,)) for index in range(lanes)]
+    threads = [
+        threading.Thread(target=lane, args=(index,))
+        for _ in range(at_once)
+        for index in range(lanes)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -155,8 +184,13 @@ def run_engine_process(script: str, spec: dict, gpus: str, work: Path, seconds: 
         "CUDA_VISIBLE_DEVICES": gpus,
         "VITGRAPH_DISABLE": "0" if spec["tower"] == "vitgraph" else "1",
     }
+    if spec.get("one_gpu"):
+        environment |= ONE_GPU_ENVIRONMENT
     command = [sys.executable, script, "--engine", json.dumps(spec | {"output": str(output)})]
     ending = "the engine's process ended early"
+    groups = work / f"GPU-{gpus}"
+    groups.mkdir(exist_ok=True)
+    (groups / "alone").touch()
     with log.open("w") as stream:
         process = subprocess.Popen(
             command,
@@ -165,14 +199,17 @@ def run_engine_process(script: str, spec: dict, gpus: str, work: Path, seconds: 
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        (groups / str(process.pid)).touch()
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
             ending = f"stopped after {seconds:.0f} s"
         finally:  # workers of its own would keep the GPU
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _signal([process.pid], signal.SIGKILL)
             process.wait()
+            (groups / str(process.pid)).unlink()
+            if _is_alone(groups, process.pid):
+                _signal(_others(groups, process.pid), signal.SIGCONT)
     lines = log.read_text(errors="replace").splitlines()
     outcome = {"log": [line for line in lines if KEPT.search(line)][-6:]}
     if output.exists():
@@ -185,11 +222,55 @@ def run_engine_process(script: str, spec: dict, gpus: str, work: Path, seconds: 
     return outcome
 
 
+@contextlib.contextmanager
+def alone(output: str) -> Iterator[None]:
+    """In the engine's process: the other engines of its GPU stand still in here."""
+    groups = _groups(output)
+    mine = os.getpgid(0)
+    with (groups / "alone").open("r+") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        stream.truncate()
+        stream.write(str(mine))
+        stream.flush()
+        others = _others(groups, mine)
+        _signal(others, signal.SIGSTOP)
+        try:
+            time.sleep(SETTLE_SECONDS)
+            yield
+        finally:
+            stream.seek(0)
+            stream.truncate()
+            _signal(others, signal.SIGCONT)
+
+
+def _groups(output: str) -> Path:
+    """Where the process groups of an engine's GPU are listed, by name."""
+    return Path(output).parent / f"GPU-{os.environ['CUDA_VISIBLE_DEVICES']}"
+
+
+def _others(groups: Path, mine: int) -> list[int]:
+    return [int(p.name) for p in groups.iterdir() if p.name not in ("alone", str(mine))]
+
+
+def _is_alone(groups: Path, group: int) -> bool:
+    """Whether this one ended while the others stood still."""
+    return (groups / "alone").read_text() == str(group)
+
+
+def _signal(groups: list[int], number: int) -> None:
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, number)
+
+
 class Recorder:
-    """In the engine's process: the result so far, written whenever something is added."""
+    """In the engine's process: the result so far, written whenever something is added. An engine
+    does not start while another one is alone."""
 
     def __init__(self, path: str) -> None:
         self.path, self.outcome = Path(path), {}
+        with (_groups(path) / "alone").open() as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH)
 
     def __call__(self, **more: Any) -> None:
         self.outcome |= more

@@ -9,6 +9,7 @@ once. Budgets and items are those of vLLM's published experiment. JSON, and Mark
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -18,7 +19,15 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from vllm_lanes import TOWERS, Recorder, compilation_options, register_plugin, run_lanes
+from vllm_lanes import (
+    TOWERS,
+    Recorder,
+    alone,
+    compilation_options,
+    memory_options,
+    register_plugin,
+    run_lanes,
+)
 
 BACKENDS = ("FLASH_ATTN", "FLASHINFER")
 BUDGETS, MAX_ITEMS = (512, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 4864), 8
@@ -47,8 +56,9 @@ def main() -> int:
     parser.add_argument("--modes", nargs="+", default=["graph", "eager"])
     parser.add_argument("--requests", type=int, default=40, help="with 20 images; of others 4x")
     parser.add_argument("--gpus", type=int, default=1, help="used by engines side by side")
-    parser.add_argument("--seconds", type=float, default=540, help="for everything")
-    parser.add_argument("--engine-seconds", type=float, default=150, help="for one engine")
+    parser.add_argument("--at-once", type=int, default=3, help="engines that share a GPU")
+    parser.add_argument("--seconds", type=float, default=480, help="for everything")
+    parser.add_argument("--engine-seconds", type=float, default=240, help="for one engine")
     parser.add_argument("--save", type=Path, default=Path("vllm_mm_processor.json"))
     parser.add_argument("--engine", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -93,6 +103,7 @@ def main() -> int:
             __file__,
             units,
             lanes=args.gpus,
+            at_once=args.at_once,
             work=Path(work),
             seconds=args.seconds - (time.monotonic() - started),
             engine_seconds=args.engine_seconds,
@@ -117,6 +128,7 @@ def run_tool(spec: dict) -> None:
     parser = FlexibleArgumentParser()
     mm_processor.add_cli_args(parser)
     engines: list = []
+    timing = contextlib.ExitStack()
     build = vllm.LLM.from_engine_args
 
     def build_once(engine_args: object) -> object:
@@ -124,9 +136,15 @@ def run_tool(spec: dict) -> None:
             started = time.perf_counter()
             engines.append(build(engine_args))
             record(engine_up_s=time.perf_counter() - started, **describe(engines[0]))
+            timing.enter_context(alone(spec["output"]))
         return engines[0]
 
     vllm.LLM.from_engine_args = build_once
+    memory = [
+        argument
+        for name, value in memory_options(spec["at_once"]).items()
+        for argument in (f"--{name.replace('_', '-')}", str(value))
+    ]
     milliseconds = {}
     for mix, (multiple, arguments) in MIXES.items():
         tool_output = Path(spec["output"]).with_suffix(".tool.json")
@@ -136,7 +154,7 @@ def run_tool(spec: dict) -> None:
                 [
                     *("--model", spec["model"], "--load-format", "dummy"),
                     *("--max-model-len", "16384", "--max-num-batched-tokens", "8192"),
-                    *("--gpu-memory-utilization", "0.5", "--limit-mm-per-prompt", LIMITS),
+                    *("--limit-mm-per-prompt", LIMITS, *memory),
                     *("--mm-encoder-attn-backend", spec["backend"]),
                     *("--compilation-config", json.dumps(compilation_options(spec))),
                     *("--dataset-name", "random-mm", "--random-mm-limit-mm-per-prompt", LIMITS),
@@ -156,6 +174,7 @@ def run_tool(spec: dict) -> None:
             "failed": output["failed"],
         }
         record(mixes=milliseconds)
+    timing.close()
     record(complete=True)
 
 

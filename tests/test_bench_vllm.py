@@ -25,15 +25,31 @@ ENGINE = """
         raise ValueError("no such thing")
     if spec["name"] == "hangs":
         time.sleep(60)
+    alone = None
+    if "alone" in spec:
+        sys.path.insert(0, BENCH)
+        import vllm_lanes
+        vllm_lanes.Recorder(spec["output"])
+        with vllm_lanes.alone(spec["output"]):
+            began = time.monotonic()
+            time.sleep(spec["alone"])
+            alone = began, time.monotonic()
+            if spec["name"] == "dies alone":
+                os._exit(1)
+    ticks = []
+    for _ in range(spec.get("ticks", 0)):
+        ticks.append(time.monotonic())
+        time.sleep(0.01)
     time.sleep(spec.get("sleep", 0))
-    write(complete=True)
+    write(complete=True, ticks=ticks, alone=alone)
 """
+BENCH = Path(__file__).parents[1] / "bench"
 
 
 @pytest.fixture
 def script(tmp_path) -> str:
     path = tmp_path / "engine.py"
-    path.write_text(textwrap.dedent(ENGINE))
+    path.write_text(textwrap.dedent(ENGINE).replace("BENCH", repr(str(BENCH))))
     return str(path)
 
 
@@ -78,6 +94,24 @@ def test_what_an_engine_did_before_it_failed_is_kept(script, tmp_path) -> None:
     assert outcomes["hangs"]["error"] == "stopped after 2 s"
     assert outcomes["hangs"]["CUDA_VISIBLE_DEVICES"] == "0"
     assert "error" not in outcomes["works"]
+
+
+def test_engines_stand_still_while_another_is_timed(script, tmp_path) -> None:
+    """Three at once on a GPU: one counts, two want to be alone; nobody counts meanwhile, and an
+    engine that ends while it is alone does not leave the others asleep."""
+    units = [
+        [{"name": "counts", "tower": "vllm", "ticks": 250}],
+        [{"name": name, "tower": "vllm", "alone": 0.5} for name in ("first", "second")],
+        [{"name": "dies alone", "tower": "vllm", "alone": 0.2}],
+    ]
+    outcomes, _ = run(script, units, tmp_path, at_once=3)
+    ticks = outcomes["counts"]["ticks"]
+    assert len(ticks) == 250
+    (a0, a1), (b0, b1) = sorted(outcomes[name]["alone"] for name in ("first", "second"))
+    assert ticks[0] < a0 < a1 <= b0 < b1 < ticks[-1]
+    for began, ended in ((a0, a1), (b0, b1)):
+        assert not any(began < tick < ended for tick in ticks)
+    assert outcomes["dies alone"]["error"] == "the engine's process ended early"
 
 
 def test_no_engine_is_started_without_time(script, tmp_path) -> None:
