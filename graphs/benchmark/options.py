@@ -40,5 +40,5 @@ def check_options(args: argparse.Namespace) -> None:
 
 def use(device: torch.device) -> None:
     """Make a GPU the current one: events and graphs are timed there."""
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
