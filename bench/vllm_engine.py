@@ -154,7 +154,8 @@ def compare_towers(engines: dict[str, dict], work: Path) -> dict[str, dict]:
 def compare_others(engines: dict[str, dict], work: Path) -> dict[str, dict]:
     """vLLM's own towers with each other, and many ranks with one."""
     pairs = {}
-    for first, second in itertools.combinations(_measured(engines, work), 2):
+    names = sorted(_measured(engines, work), key=lambda name: "ranks" not in name)
+    for first, second in itertools.combinations(names, 2):
         both_vllms = first.endswith("vllm") and second.endswith("vllm")
         if both_vllms or ("ranks" in first and "ranks" not in second):
             pairs[f"{first} - {second}"] = compare(first, second, engines, work)

@@ -130,7 +130,8 @@ def make_config(*, pruning=False, lora=False, **multimodal) -> SimpleNamespace:
         mm_encoder_tp_mode="weights", is_multimodal_pruning_enabled=lambda: pruning, **multimodal
     )
     return SimpleNamespace(
-        model_config=SimpleNamespace(multimodal_config=multimodal),
+        model_config=SimpleNamespace(multimodal_config=multimodal, enforce_eager=False),
+        compilation_config=SimpleNamespace(cudagraph_mode=None),
         parallel_config=SimpleNamespace(tensor_parallel_size=3),
         lora_config=SimpleNamespace(enable_tower_connector_lora=lora),
     )
@@ -161,6 +162,19 @@ def test_sdpa_on_a_gpu_has_no_graphs() -> None:
     for device, graphs in ((CUDA, False), (CPU, True)):
         encoder = SimpleNamespace(attention="sdpa", tower=SimpleNamespace(device=device))
         assert (wrapper.why_no_graphs(make_config(), encoder) is None) == graphs
+
+
+def test_no_graphs_where_vllm_captures_none() -> None:
+    """Found in an engine: the log had said that graphs were on."""
+    config = make_config()
+    config.compilation_config.cudagraph_mode = SimpleNamespace(name="NONE")
+    assert "cudagraph_mode NONE" in wrapper.why_no_graphs(config, None)
+    config.use_v2_model_runner = True  # from 0.28 on, which captures encoders even so
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wrapper, "_new_runner_has_graphs", lambda: True)
+        assert wrapper.why_no_graphs(config, None) is None
+        config.model_config.enforce_eager = True
+        assert "enforce_eager" in wrapper.why_no_graphs(config, None)
 
 
 @pytest.mark.parametrize("has_graphs", [True, False], ids=["from_0.28", "0.26"])

@@ -24,7 +24,7 @@ import vllm.model_executor.models.qwen3_vl_moe as moe  # noqa: E402
 import vllm.v1.worker.encoder_cudagraph as graphs  # noqa: E402
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig  # noqa: E402
 from vllm import ModelRegistry  # noqa: E402
-from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.config.multimodal import MultiModalConfig  # noqa: E402
 from vllm.distributed import (  # noqa: E402
     init_distributed_environment,
@@ -126,6 +126,7 @@ def build_model(
         hf_image_processor_config=PROCESSOR,
         dtype=torch.float32,
         max_model_len=8192,
+        enforce_eager=False,
         multimodal_config=multimodal_config,
         get_multimodal_config=lambda: multimodal_config,
     )
@@ -134,6 +135,7 @@ def build_model(
         config.lora_config = SimpleNamespace(enable_tower_connector_lora=True)
     compilation = config.compilation_config
     compilation.cudagraph_mm_encoder = True
+    compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY  # NONE on a CPU otherwise
     compilation.encoder_cudagraph_token_budgets = list(budgets)
     compilation.encoder_cudagraph_max_vision_items_per_batch = ITEMS
     compilation.encoder_cudagraph_max_frames_per_batch = frames

@@ -40,8 +40,10 @@ def vllm_systems(setup: Setup, backend: str) -> list[System]:
             self, mm_kwargs: Any, token_budget: int, *args: Any, **kwargs: Any
         ) -> Any:
             output = super()._run_budget_graph(mm_kwargs, token_budget, *args, **kwargs)
-            graph = next(iter(self.budget_graphs.values()))[token_budget].graph
-            replayed.append((token_budget, graph))
+            graphs = self.budget_graphs  # as of 0.24 by attention path, of which there is one
+            if token_budget not in graphs:
+                graphs = next(iter(graphs.values()))
+            replayed.append((token_budget, graphs[token_budget].graph))
             return output
 
     _join(setup.ranks, device)

@@ -197,10 +197,18 @@ def why_no_graphs(vllm_config: Any, encoder: SharedEncoder | None) -> str | None
     fp8 = getattr(multimodal, "mm_encoder_attn_dtype", None) == "fp8"
     if fp8 and not getattr(multimodal, "mm_encoder_fp8_scale_path", None):
         return "dynamic fp8 scales change on the host, which a graph does not see"
-    if getattr(vllm_config, "use_v2_model_runner", False) and not _new_runner_has_graphs():
+    if vllm_config.model_config.enforce_eager:
+        return "vLLM captures nothing with enforce_eager"
+    new_runner = getattr(vllm_config, "use_v2_model_runner", False)
+    if new_runner and not _new_runner_has_graphs():
         return (
             "the V2 model runner of this vLLM has none, whichever the tower: set "
             "VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if not new_runner and mode is not None and mode.name == "NONE":
+        return (
+            "this model runner of vLLM captures nothing, encoders included, in cudagraph_mode NONE"
         )
     if encoder is not None and encoder.attention == "sdpa":
         device = encoder.tower.device.type
