@@ -38,7 +38,8 @@ ONE_GPU_ENVIRONMENT = {  # of ranks that share one; NCCL refuses that
 }
 TOWERS = ("vllm", "vitgraph")
 LEAST_SECONDS = 30  # no engine is started with less left
-SETTLE_SECONDS = 0.3  # for what a stopped process has launched
+# What a stopped process has launched goes on, and launches of others wait for their turn meanwhile.
+QUIET_SECONDS, QUIET_LAUNCHES, LONGEST_QUIET_LAUNCH = 30, 200, 3e-4
 KEPT = re.compile(r"vitgraph|CUDA graph (pool )?memory|Graph capturing finished")
 FAULT = re.compile(r"^(\(.*?\) )?(ERROR.*|[\w.]*(Error|Exception|Interrupt)\b.*)$")
 
@@ -235,12 +236,27 @@ def alone(output: str) -> Iterator[None]:
         others = _others(groups, mine)
         _signal(others, signal.SIGSTOP)
         try:
-            time.sleep(SETTLE_SECONDS)
+            _await_quiet_gpu()
             yield
         finally:
             stream.seek(0)
             stream.truncate()
             _signal(others, signal.SIGCONT)
+
+
+def _await_quiet_gpu() -> None:
+    """Return when many launches in a row ended at once: nothing else runs on the GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    number, quiet = torch.zeros((), device="cuda"), 0
+    deadline = time.monotonic() + QUIET_SECONDS
+    while quiet < QUIET_LAUNCHES and time.monotonic() < deadline:
+        started = time.perf_counter()
+        number.add_(1)
+        torch.cuda.synchronize()
+        quiet = quiet + 1 if time.perf_counter() - started < LONGEST_QUIET_LAUNCH else 0
 
 
 def _groups(output: str) -> Path:
