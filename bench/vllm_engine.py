@@ -107,7 +107,7 @@ def main() -> int:
             result["engines"][spec["name"]] = outcome
             result["header"] = outcome.pop("header", result.get("header"))
             result["comparisons"] = compare_towers(result["engines"], Path(work))
-        args.save.write_text(json.dumps(result, indent=1) + "\n")
+        args.save.write_text(json.dumps(without_logprobs(result), indent=1) + "\n")
 
     with tempfile.TemporaryDirectory() as work:
         model = args.model
@@ -160,6 +160,16 @@ def compare_others(engines: dict[str, dict], work: Path) -> dict[str, dict]:
         if both_vllms or ("ranks" in first and "ranks" not in second):
             pairs[f"{first} - {second}"] = compare(first, second, engines, work)
     return pairs
+
+
+def without_logprobs(result: dict) -> dict:
+    """What is saved: of every prompt the tokens, in one line; the comparisons have the rest."""
+    engines = {
+        name: outcome
+        | {"tokens": [" ".join(str(step[0][0]) for step in a) for a in outcome.get("tokens", [])]}
+        for name, outcome in result["engines"].items()
+    }
+    return result | {"engines": engines}
 
 
 def _measured(engines: dict[str, dict], work: Path) -> list[str]:
