@@ -1,4 +1,4 @@
-"""One rank of several, on the CPU: `python vllm_ranks.py RANK RANKS FOLDER`; see vllm_contract.py.
+"""One rank of several, on the CPU: `python vllm_ranks.py RANK RANKS FOLDER`; see vllm_modes.py.
 
 mm_encoder_tp_mode is left at its default, "weights". The plugin replicates the tower all the same,
 and every rank must end up with the embeddings of all items.
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm_contract import build_manager, build_model, check, join, make_batch, truth
+from vllm_harness import build_manager, build_model, check, join, make_batch, truth
 
 BATCHES = {
     "fewer_items_than_ranks": ([(1, 4, 4)], "image"),

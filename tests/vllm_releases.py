@@ -87,7 +87,7 @@ def _pip(*arguments: str) -> None:
 
 
 def run(release: str, *pytest_arguments: str) -> int:
-    """Run tests/vllm_contract.py against a release, in a process of its own."""
+    """Run the contract tests against a release, in a process of its own."""
     source, packages = fetch(release)
     tests = Path(__file__).parent
     path = [str(source), str(packages), str(tests), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -99,7 +99,8 @@ def run(release: str, *pytest_arguments: str) -> int:
         "OMP_NUM_THREADS": "1",  # the tower is tiny, and threads that wait would spin
         "HF_HUB_OFFLINE": "1",
     }
-    command = [sys.executable, "-m", "pytest", str(tests / "vllm_contract.py"), *pytest_arguments]
+    files = (str(tests / name) for name in ("vllm_contract.py", "vllm_modes.py"))
+    command = [sys.executable, "-m", "pytest", "-p", "vllm_harness", *files, *pytest_arguments]
     return subprocess.run(command, env=environment, cwd=tests.parent).returncode
 
 

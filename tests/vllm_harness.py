@@ -1,0 +1,249 @@
+"""What the contract tests share, models, managers and fixtures; loaded as a pytest plugin.
+
+vLLM's own tower, run by its own code on the same weights, is the truth that outputs are compared
+with. Capture is the one thing that is not real: a replay runs the captured forward again.
+"""
+
+import functools
+import logging
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import vllm_releases
+
+vllm_releases.install()
+
+import vllm.model_executor.models.qwen3_vl as dense  # noqa: E402
+import vllm.model_executor.models.qwen3_vl_moe as moe  # noqa: E402
+import vllm.v1.worker.encoder_cudagraph as graphs  # noqa: E402
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig  # noqa: E402
+from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.config.multimodal import MultiModalConfig  # noqa: E402
+from vllm.distributed import (  # noqa: E402
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from vllm.distributed.device_communicators import shm_broadcast  # noqa: E402
+from vllm.version import __version__ as RELEASE  # noqa: E402
+
+from vitgraph.graphs.vllm_plugin import models as ours  # noqa: E402
+from vitgraph.graphs.vllm_plugin import wrapper as wrapper_module  # noqa: E402
+
+MINOR = int(RELEASE.split(".")[1])
+BUDGETS, ITEMS = [64, 128, 512], 8
+VISION = dict(
+    depth=4,
+    hidden_size=144,
+    intermediate_size=304,
+    num_heads=2,
+    out_hidden_size=128,
+    deepstack_visual_indexes=[0, 1, 2],
+    num_position_embeddings=2304,
+)
+PROCESSOR = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]}
+BATCHES = {
+    "below_every_budget": [(1, 4, 4)],
+    "at_the_smallest": [(1, 16, 16)],
+    "just_above_the_smallest": [(1, 2, 130)],
+    "at_the_largest": [(1, 32, 64)],
+    "just_above_the_largest": [(1, 2, 1026)],
+    "many_small": [(1, 4, 2 * n) for n in range(1, 12)],
+    "same_total_other_layout": [(1, 8, 16), (1, 16, 8), (1, 16, 16)],
+    "every_kind": [(1, 4, 4), (3, 12, 20), (1, 2, 1026), (1, 16, 16), (1, 2, 2)],
+    # KNOWN_FAILURES 3: shapes of images, capacity of videos.
+    "images_after_video_capacity": [(1, 20, 20), (1, 28, 28)],
+}
+
+
+class LanguageModel(torch.nn.Module):
+    """In the place of vLLM's, which needs compiled kernels."""
+
+    packed_modules_mapping: dict = {}  # noqa: RUF012
+    make_empty_intermediate_tensors = None
+
+    def __init__(self, **_) -> None:
+        super().__init__()
+        self.model = SimpleNamespace(start_layer=0)
+        self.start_layer = 0
+
+
+def join(rank: int, ranks: int, rendezvous: Path) -> None:
+    """Make this process one of vLLM's ranks, without what a language model would need."""
+    dense.Qwen3LLMForCausalLM = moe.Qwen3MoeLLMForCausalLM = LanguageModel
+    dense.cached_tokenizer_from_config = moe.cached_tokenizer_from_config = lambda *_: None
+    moe.Qwen3VLMoeForConditionalGeneration.set_moe_parameters = lambda _: None
+    VllmConfig.with_hf_config = lambda config, *_, **__: config
+    shm_broadcast.MessageQueue.create_from_process_group = lambda *_, **__: None  # needs ZeroMQ
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(ranks, rank, f"file://{rendezvous}", rank, "gloo")
+        initialize_model_parallel(ranks)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _process(tmp_path_factory) -> None:
+    join(0, 1, tmp_path_factory.mktemp("process") / "rendezvous")
+
+
+@pytest.fixture(autouse=True)
+def _vllm_log_is_seen(monkeypatch) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    wrapper_module._warn_once.cache_clear()
+    wrapper_module._name_memory.cache_clear()
+
+
+def build_model(
+    folder,
+    name="Qwen3VLForConditionalGeneration",
+    *,
+    ranks=1,
+    lora=False,
+    budgets=BUDGETS,
+    frames=64,
+    classes=ours,
+    **multimodal,
+):
+    """Build a model as vLLM does; keywords are fields of the multimodal configuration."""
+    if hasattr(MultiModalConfig, "mm_device_do_normalize"):
+        multimodal.setdefault("mm_device_do_normalize", False)
+    config = VllmConfig()
+    hf_config = Qwen3VLConfig(vision_config=VISION)
+    multimodal_config = MultiModalConfig(**multimodal)
+    config.model_config = SimpleNamespace(
+        hf_config=hf_config,
+        model=str(folder),
+        revision=None,
+        hf_image_processor_config=PROCESSOR,
+        dtype=torch.float32,
+        max_model_len=8192,
+        enforce_eager=False,
+        multimodal_config=multimodal_config,
+        get_multimodal_config=lambda: multimodal_config,
+    )
+    config.parallel_config.tensor_parallel_size = ranks
+    if lora:
+        config.lora_config = SimpleNamespace(enable_tower_connector_lora=True)
+    compilation = config.compilation_config
+    compilation.cudagraph_mm_encoder = True
+    compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY  # NONE on a CPU otherwise
+    compilation.encoder_cudagraph_token_budgets = list(budgets)
+    compilation.encoder_cudagraph_max_vision_items_per_batch = ITEMS
+    compilation.encoder_cudagraph_max_frames_per_batch = frames
+    with set_current_vllm_config(config):
+        model = getattr(classes, name)(vllm_config=config, prefix="")
+    model.test_config = config
+    model.get_max_frames_per_video = lambda: 8  # asks the Hugging Face processor otherwise
+    for module in model.visual.modules():
+        module.cpu_linear = torch.nn.functional.linear  # set after loading, by a CPU build
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.visual.parameters():
+            weight.normal_(std=0.05, generator=generator)
+            if weight.ndim == 1:
+                weight.add_(0.5)
+    return model
+
+
+@pytest.fixture
+def make_model(tmp_path):
+    return functools.partial(build_model, tmp_path)
+
+
+@pytest.fixture
+def model(make_model):
+    return make_model()
+
+
+class Replay:
+    """In the place of a captured graph: runs the forward on the captured tensors again."""
+
+    def __init__(self, model, arguments, output) -> None:
+        self.model, self.arguments, self.output = model, arguments, output
+        self.count = 0
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        self.count += 1
+        inputs, *buffers = self.arguments
+        rows = self.model.encoder_cudagraph_forward(dict(inputs), *buffers)
+        self.output.fill_(float("nan"))
+        self.output[: len(rows)].copy_(rows)
+
+
+def stub_capture(monkeypatch) -> None:
+    """`torch.cuda` is told nothing."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nothing())
+    monkeypatch.setattr(graphs, "current_stream", lambda: None, raising=False)
+
+
+def build_manager(model, monkeypatch):
+    """vLLM's manager with its graphs captured, in name."""
+    stub_capture(monkeypatch)
+    config = model.test_config
+    with set_current_vllm_config(config):
+        manager = graphs.EncoderCudaGraphManager(config, torch.device("cpu"), torch.float32, model)
+        manager.capture() if MINOR < 23 else manager.capture(graph_pool=None)
+    for captured in captured_graphs(manager):
+        if MINOR < 23:
+            arguments = ({"pixel_values": captured.input_buffer}, captured.metadata_buffers)
+        else:
+            arguments = (captured.input_buffers,)
+        captured.graph = Replay(model, arguments, captured.output_buffer)
+    return manager
+
+
+@pytest.fixture
+def make_manager(monkeypatch):
+    return functools.partial(build_manager, monkeypatch=monkeypatch)
+
+
+@contextmanager
+def nothing():
+    yield
+
+
+def captured_graphs(manager) -> list:
+    sets = manager.budget_graphs
+    sets = sets.values() if MINOR >= 24 else [sets]
+    return [captured for by_budget in sets for captured in by_budget.values()]
+
+
+def replays(manager) -> int:
+    return sum(captured.graph.count for captured in captured_graphs(manager))
+
+
+def make_batch(grids, modality="image", seed=1) -> dict:
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randn(sum(t * h * w for t, h, w in grids), 1536, generator=generator)
+    keys = {
+        "image": ("pixel_values", "image_grid_thw"),
+        "video": ("pixel_values_videos", "video_grid_thw"),
+    }[modality]
+    return dict(zip(keys, (pixels, torch.tensor(grids)), strict=True))
+
+
+def truth(model, pixels, grids) -> list[torch.Tensor]:
+    """vLLM's own tower on the same weights, one item at a time."""
+    visual, rows = model.visual, []
+    start = 0
+    with torch.no_grad(), set_current_vllm_config(model.test_config):
+        for t, h, w in grids:
+            metadata = visual.prepare_encoder_metadata([[t, h, w]])
+            item = pixels[start : start + t * h * w]
+            rows.append(visual(item, None, encoder_metadata=metadata))
+            start += t * h * w
+    return rows
+
+
+def check(outputs, expected) -> None:
+    assert len(outputs) == len(expected)
+    for output, rows in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(output, rows, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def shared(model, make_manager):
+    return model, make_manager(model)
