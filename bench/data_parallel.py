@@ -22,6 +22,7 @@ from rich.table import Table
 
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager
+from vitgraph.graphs.benchmark.options import require
 from vitgraph.graphs.benchmark.report import header
 from vitgraph.graphs.benchmark.workloads import BUDGETS, MAX_ITEMS, WORKLOADS
 from vitgraph.graphs.data_parallel import DataParallelEncoder
@@ -51,6 +52,9 @@ def main() -> None:
     parser.add_argument("--save", type=Path, default=None)
     args = parser.parse_args()
     rank, on_gpu = int(os.environ.get("LOCAL_RANK", 0)), args.device == "cuda"
+    gpus = int(os.environ.get("WORLD_SIZE", 1))
+    if on_gpu:
+        require(torch.cuda.device_count() >= gpus, f"{gpus} CUDA GPUs, or --device cpu")
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)

@@ -14,10 +14,12 @@ import argparse
 import csv
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from vitgraph.graphs.benchmark.options import require
 from vitgraph.graphs.benchmark.report import header
 
 SECTIONS = (
@@ -35,6 +37,7 @@ COLUMNS = {  # counter -> heading, digits
     "smsp__issue_active" + ACTIVE: ("issue slots %", 0),
     "launch__registers_per_thread": ("registers", 0),
 }
+OURS = "attention_"  # what our kernels' names begin with
 STALL = "smsp__average_warps_issue_stalled_"
 STALL_END = "_per_issue_active.ratio"
 
@@ -50,6 +53,10 @@ def main() -> int:
     if args.launch:
         launch(args.libraries)
         return 0
+    if args.csv:
+        require(args.csv.is_file(), f"{args.csv}, which is no file")
+    else:
+        require(shutil.which("ncu"), "Nsight Compute's ncu, or --csv")
     text = args.csv.read_text() if args.csv else profile(args.libraries)
     result = summarise(text, args.libraries)
     show(result)
@@ -104,6 +111,8 @@ def summarise(text: str, libraries: list[str]) -> dict:
         raise ValueError(f"{len(kernels)} kernels for {len(expected)} launches")
     result: dict = {}
     for (case, library), kernel in zip(expected, kernels, strict=True):
+        if kernel["Kernel Name"].startswith(OURS) != (library == "ours"):
+            raise ValueError(f"{kernel['Kernel Name'][:60]} is no kernel of {library}")
         us = number(kernel["gpu__time_duration.sum"]) / 1e3
         stalls = {
             name.removeprefix(STALL).removesuffix(STALL_END): number(value)

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager
+from vitgraph.graphs.benchmark.options import require
 from vitgraph.graphs.benchmark.report import header
 from vitgraph.graphs.benchmark.systems import Setup, build
 from vitgraph.graphs.benchmark.timing import wall
@@ -59,6 +60,7 @@ def main() -> None:
     parser.add_argument("--geometry", choices=sorted(GEOMETRIES), default="8b")
     parser.add_argument("--save", type=Path, default=None)
     args = parser.parse_args()
+    require(torch.cuda.is_available(), "a CUDA GPU, and torch sees none")
     encoder = Qwen3VLVisionEncoder.random(
         GEOMETRIES[args.geometry], device="cuda", dtype=torch.bfloat16
     )

@@ -39,7 +39,7 @@ from vitgraph.graphs.cost import CostModel, Sample
 from vitgraph.graphs.packing import Item, greedy, minimise_cost, predicted_seconds
 
 RESULTS = Path(__file__).parent / "results"
-MEASUREMENTS = RESULTS / "2026-11-30-h200-encoder-torch-operations.json"
+MEASUREMENTS = RESULTS / "2026-11-30-h200-encoder.json"
 SMALLEST, LARGEST, MAX_ITEMS, MAX_SEQUENCES = 64, 8192, 32, 64
 REQUESTS, SEED = 2000, 42
 

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from vitgraph.graphs.benchmark.options import require
 from vitgraph.kernels.linear import linear_reference
 from vitgraph.kernels.linear_triton import linear_triton
 from vitgraph.kernels.tiles import LinearConfig, Tile
@@ -129,6 +130,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--json", default="tune_linear.json")
     arguments = parser.parse_args()
+    require(torch.cuda.is_available(), "a CUDA GPU, and torch sees none")
     deadline = time.monotonic() + arguments.seconds
 
     gpu = torch.cuda.get_device_properties(0)

@@ -31,11 +31,15 @@ import os
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from vllm_inside import measure_engine
 from vllm_lanes import TOWERS, run_lanes
+
+from vitgraph.graphs.benchmark.options import require
+from vitgraph.graphs.benchmark.workloads import WORKLOADS
 
 BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 MODES, TP_MODES = ("graph", "eager"), ("data", "weights")
@@ -91,15 +95,17 @@ def main() -> int:
     parser.add_argument("--towers", nargs="+", choices=TOWERS, default=list(TOWERS))
     parser.add_argument("--seconds", type=float, default=540, help="for everything")
     parser.add_argument("--engine-seconds", type=float, default=240, help="for one engine")
-    parser.add_argument("--save", type=Path, default=Path("vllm_engine.json"))
+    parser.add_argument("--save", type=Path, default=None, help="JSON, written as it grows")
     parser.add_argument("--engine", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine is not None:
         measure_engine(json.loads(args.engine))
         sys.stdout.flush()
         os._exit(0)  # vLLM's own ending takes seconds
+    require(find_spec("vllm"), "vLLM, and it is not installed")
     started = time.monotonic()
-    args.save.parent.mkdir(parents=True, exist_ok=True)
+    if args.save:
+        args.save.parent.mkdir(parents=True, exist_ok=True)
     result: dict = {"engines": {}, "comparisons": {}, "others": {}, "not_run": []}
 
     def save(spec: dict | None = None, outcome: dict | None = None) -> None:
@@ -107,7 +113,8 @@ def main() -> int:
             result["engines"][spec["name"]] = outcome
             result["header"] = outcome.pop("header", result.get("header"))
             result["comparisons"] = compare_towers(result["engines"], Path(work))
-        args.save.write_text(json.dumps(without_logprobs(result), indent=1) + "\n")
+        if args.save:
+            args.save.write_text(json.dumps(without_logprobs(result), indent=1) + "\n")
 
     with tempfile.TemporaryDirectory() as work:
         model = args.model
@@ -242,6 +249,10 @@ def problems(pair: dict, ours: dict, theirs: dict) -> list[str]:
     for whose, outcome in (("ours", ours), ("vLLM's", theirs)):
         if "error" in outcome:
             found.append(f"{whose}: {outcome['error']}")
+        elif outcome.get("asked_for_graphs", outcome["captured"]) != outcome["captured"]:
+            found.append(f"{whose}: graphs were asked for, none captured")
+        elif outcome["distinct_answers"] < pair["prompts"] / 2:
+            found.append(f"{whose}: {outcome['distinct_answers']} answers to all prompts")
         elif outcome["captured"]:
             counted = outcome["statistics_prompts"]  # of every rank: hits, misses
             ranks = counted if outcome["tower_is_replicated"] else counted[:1]
@@ -254,6 +265,10 @@ def problems(pair: dict, ours: dict, theirs: dict) -> list[str]:
     worst = max(pair["embedding_error"].values(), default=float("inf"))
     if worst > EMBEDDING_TOLERANCE:
         found.append(f"embeddings differ by {worst:.3f}")
+    if len(pair["embedding_error"]) < len(WORKLOADS):
+        found.append(f"{len(pair['embedding_error'])} of {len(WORKLOADS)} workloads compared")
+    if len(pair["ties"]) > pair["prompts"] / 2:
+        found.append(f"{len(pair['ties'])} of {pair['prompts']} prompts are ties")
     if pair["different"] or not pair["prompts"]:
         found.append(f"tokens of {len(pair['different'])} of {pair['prompts']} prompts differ")
     return found

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from vllm_lanes import Recorder, alone, engine_options, register_plugin
+from vllm_alone import alone
+from vllm_lanes import Recorder, engine_options, register_plugin
 
 from vitgraph.graphs.benchmark.report import header
 from vitgraph.graphs.benchmark.workloads import BUDGETS, MAX_ITEMS, WORKLOADS
@@ -28,7 +29,7 @@ def measure_engine(spec: dict) -> None:
     spec = spec | {"budgets": BUDGETS, "items": MAX_ITEMS}
     started = time.perf_counter()
     llm = vllm.LLM(**engine_options(spec))
-    record(engine_up_s=time.perf_counter() - started)
+    record(engine_up_s=time.perf_counter() - started, asked_for_graphs=spec["graphs"])
     record(**llm.collective_rpc(prepare)[0])
     milliseconds = {}
     with alone(spec["output"]):
@@ -107,7 +108,9 @@ def encode_workload(worker: Any, name: str, output: str, ranks: int) -> float:
     rows = torch.cat(list(encode()))
     rows = rows[:: max(1, len(rows) // SAMPLED_ROWS)].to(torch.bfloat16).cpu()
     path = Path(output).with_suffix(f".rank{worker.rank}.pt")
-    torch.save((torch.load(path) if path.exists() else {}) | {name: rows}, path)
+    unfinished = path.with_suffix(".part")
+    torch.save((torch.load(path) if path.exists() else {}) | {name: rows}, unfinished)
+    unfinished.replace(path)
     # Ranks must agree on the number of calls.
     return wall(encode, *((5, float("inf")) if ranks > 1 else ()))
 

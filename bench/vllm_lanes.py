@@ -21,6 +21,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from vllm_alone import groups_of, others, signal_groups, was_alone
+
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model is reached from the script
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # 0.26's has no encoder graphs
@@ -38,8 +40,6 @@ ONE_GPU_ENVIRONMENT = {  # of ranks that share one; NCCL refuses that
 }
 TOWERS = ("vllm", "vitgraph")
 LEAST_SECONDS = 30  # no engine is started with less left
-# What a stopped process has launched goes on, and launches of others wait for their turn meanwhile.
-QUIET_SECONDS, QUIET_LAUNCHES, LONGEST_QUIET_LAUNCH = 30, 200, 3e-4
 KEPT = re.compile(r"vitgraph|CUDA graph (pool )?memory|Graph capturing finished")
 FAULT = re.compile(r"^(\(.*?\) )?(ERROR.*|[\w.]*(Error|Exception|Interrupt)\b.*)$")
 
@@ -132,14 +132,19 @@ def run_lanes(
     """
     visible = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
     devices = visible or [str(index) for index in range(lanes * gpus_per_lane)]
+    if min(lanes, gpus_per_lane, at_once) < 1:
+        raise ValueError(f"{lanes} lanes of {gpus_per_lane} GPUs, {at_once} engines at once: none")
+    names = [spec["name"] for unit in units for spec in unit]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"engines asked for twice: {', '.join(sorted(repeated))}")
     if len(devices) < lanes * gpus_per_lane:
         raise ValueError(f"{lanes * gpus_per_lane} GPUs are asked for, {len(devices)} are visible")
-    waiting, skipped, lock = list(units), [], threading.Lock()
+    waiting, skipped, failures, lock = list(units), [], [], threading.Lock()
     if lanes == 1:  # any order is on one GPU
         waiting = [[spec] for unit in units for spec in unit]
     for spec in (spec for unit in units for spec in unit):
         spec["at_once"] = at_once
-    began = time.monotonic()
+    began, stop = time.monotonic(), threading.Event()
 
     def lane(index: int) -> None:
         mine = ",".join(devices[index * gpus_per_lane : (index + 1) * gpus_per_lane])
@@ -149,15 +154,21 @@ def run_lanes(
                     return
                 unit = waiting.pop(0)
             for spec in unit:
+                if stop.is_set():
+                    return
                 left = seconds - (time.monotonic() - began)
                 if left < LEAST_SECONDS:
                     skipped.append(spec["name"])
                     continue
                 started = time.monotonic()
-                outcome = run_engine_process(script, spec, mine, work, min(left, engine_seconds))
+                limit = min(left, engine_seconds)
+                outcome = run_engine_process(script, spec, mine, work, limit, stop)
                 outcome["process_s"] = time.monotonic() - started
                 with lock:
-                    save(spec, outcome)
+                    try:
+                        save(spec, outcome)
+                    except Exception as error:  # the other engines' results are not lost by it
+                        failures.append(error)
                     state = "FAILED" if "error" in outcome else "done"
                     print(
                         f"{time.monotonic() - began:4.0f} s  GPU {mine}  {spec['name']}: {state} "
@@ -170,15 +181,41 @@ def run_lanes(
         for _ in range(at_once)
         for index in range(lanes)
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with _ended_like_ctrl_c():
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except KeyboardInterrupt:  # engines have sessions of their own, some stand still
+            waiting.clear()
+            stop.set()
+            for thread in threads:
+                thread.join()
+            raise
+    if failures:
+        raise failures[0]
     return skipped
 
 
-def run_engine_process(script: str, spec: dict, gpus: str, work: Path, seconds: float) -> dict:
-    """One engine; its result, or how far it came and how it ended."""
+@contextlib.contextmanager
+def _ended_like_ctrl_c() -> Iterator[None]:
+    """SIGTERM, which `timeout` sends, raises KeyboardInterrupt in here."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_engine_process(
+    script: str, spec: dict, gpus: str, work: Path, seconds: float, stop: threading.Event
+) -> dict:
+    """One engine; its result, or how far it came and how it ended. Time in which it stands still
+    counts, too."""
     output = work / f"{spec['name'].replace(' ', '-')}.json"
     log = output.with_suffix(".log")
     environment = ENVIRONMENT | {
@@ -202,15 +239,17 @@ def run_engine_process(script: str, spec: dict, gpus: str, work: Path, seconds: 
         )
         (groups / str(process.pid)).touch()
         try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            ending = f"stopped after {seconds:.0f} s"
+            deadline = time.monotonic() + seconds
+            while process.poll() is None and not stop.wait(0.1):
+                if time.monotonic() > deadline:
+                    ending = f"stopped after {seconds:.0f} s"
+                    break
         finally:  # workers of its own would keep the GPU
-            _signal([process.pid], signal.SIGKILL)
+            signal_groups([process.pid], signal.SIGKILL)
             process.wait()
-            (groups / str(process.pid)).unlink()
-            if _is_alone(groups, process.pid):
-                _signal(_others(groups, process.pid), signal.SIGCONT)
+            (groups / str(process.pid)).unlink(missing_ok=True)
+            if was_alone(groups, process.pid):
+                signal_groups(others(groups, process.pid), signal.SIGCONT)
     lines = log.read_text(errors="replace").splitlines()
     outcome = {"log": [line for line in lines if KEPT.search(line)][-6:]}
     if output.exists():
@@ -223,69 +262,13 @@ def run_engine_process(script: str, spec: dict, gpus: str, work: Path, seconds: 
     return outcome
 
 
-@contextlib.contextmanager
-def alone(output: str) -> Iterator[None]:
-    """In the engine's process: the other engines of its GPU stand still in here."""
-    groups = _groups(output)
-    mine = os.getpgid(0)
-    with (groups / "alone").open("r+") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        stream.truncate()
-        stream.write(str(mine))
-        stream.flush()
-        others = _others(groups, mine)
-        _signal(others, signal.SIGSTOP)
-        try:
-            _await_quiet_gpu()
-            yield
-        finally:
-            stream.seek(0)
-            stream.truncate()
-            _signal(others, signal.SIGCONT)
-
-
-def _await_quiet_gpu() -> None:
-    """Return when many launches in a row ended at once: nothing else runs on the GPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return
-    number, quiet = torch.zeros((), device="cuda"), 0
-    deadline = time.monotonic() + QUIET_SECONDS
-    while quiet < QUIET_LAUNCHES and time.monotonic() < deadline:
-        started = time.perf_counter()
-        number.add_(1)
-        torch.cuda.synchronize()
-        quiet = quiet + 1 if time.perf_counter() - started < LONGEST_QUIET_LAUNCH else 0
-
-
-def _groups(output: str) -> Path:
-    """Where the process groups of an engine's GPU are listed, by name."""
-    return Path(output).parent / f"GPU-{os.environ['CUDA_VISIBLE_DEVICES']}"
-
-
-def _others(groups: Path, mine: int) -> list[int]:
-    return [int(p.name) for p in groups.iterdir() if p.name not in ("alone", str(mine))]
-
-
-def _is_alone(groups: Path, group: int) -> bool:
-    """Whether this one ended while the others stood still."""
-    return (groups / "alone").read_text() == str(group)
-
-
-def _signal(groups: list[int], number: int) -> None:
-    for group in groups:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, number)
-
-
 class Recorder:
     """In the engine's process: the result so far, written whenever something is added. An engine
     does not start while another one is alone."""
 
     def __init__(self, path: str) -> None:
         self.path, self.outcome = Path(path), {}
-        with (_groups(path) / "alone").open() as stream:
+        with (groups_of(path) / "alone").open() as stream:
             fcntl.flock(stream, fcntl.LOCK_SH)
 
     def __call__(self, **more: Any) -> None:

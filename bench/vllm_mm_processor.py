@@ -16,20 +16,23 @@ import os
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+from vllm_alone import alone
 from vllm_lanes import (
     TOWERS,
     Recorder,
-    alone,
     compilation_options,
     memory_options,
     register_plugin,
     run_lanes,
 )
 
-BACKENDS = ("FLASH_ATTN", "FLASHINFER")
+from vitgraph.graphs.benchmark.options import require
+
+BACKENDS, MODES = ("FLASH_ATTN", "FLASHINFER"), ("graph", "eager")
 BUDGETS, MAX_ITEMS = (512, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 4864), 8
 LIMITS = json.dumps({"image": 20, "video": 0})
 # name -> (requests for each of --requests, arguments of the tool)
@@ -53,27 +56,31 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=None, help="default: a dummy checkpoint")
     parser.add_argument("--geometry", default="8b", help="of the dummy's tower")
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS))
-    parser.add_argument("--modes", nargs="+", default=["graph", "eager"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--requests", type=int, default=40, help="with 20 images; of others 4x")
     parser.add_argument("--gpus", type=int, default=1, help="used by engines side by side")
     parser.add_argument("--at-once", type=int, default=3, help="engines that share a GPU")
     parser.add_argument("--seconds", type=float, default=480, help="for everything")
     parser.add_argument("--engine-seconds", type=float, default=240, help="for one engine")
-    parser.add_argument("--save", type=Path, default=Path("vllm_mm_processor.json"))
+    parser.add_argument("--save", type=Path, default=None, help="JSON, written as it grows")
     parser.add_argument("--engine", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine is not None:
         run_tool(json.loads(args.engine))
         sys.stdout.flush()
         os._exit(0)  # vLLM's own ending takes seconds
+    require(find_spec("vllm"), "vLLM, and it is not installed")
     started = time.monotonic()
-    args.save.parent.mkdir(parents=True, exist_ok=True)
+    if args.save:
+        args.save.parent.mkdir(parents=True, exist_ok=True)
     result: dict = {"requests": args.requests, "engines": {}, "not_run": []}
 
     def save(spec: dict | None = None, outcome: dict | None = None) -> None:
         if spec is not None:
             result["engines"][spec["name"]] = outcome
             result["header"] = outcome.pop("header", result.get("header"))
+        if not args.save:
+            return
         args.save.write_text(json.dumps(result, indent=1) + "\n")
         args.save.with_suffix(".md").write_text(markdown(result))
 

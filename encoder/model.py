@@ -23,6 +23,8 @@ from vitgraph.kernels.layout import Layout
 from vitgraph.kernels.linear import PixelNormalization
 from vitgraph.kernels.rotary import rotary_frequencies
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # the last for truth
+
 
 class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
     """Pixels and grids in, embeddings out; inference only.
@@ -52,8 +54,12 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         super().__init__()
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"dtype must be a torch.dtype, got {dtype!r}")
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype {dtype} is none of {', '.join(map(str, DTYPES))}")
         if pixel_dtype not in (None, dtype, torch.uint8):
             raise ValueError(f"pixel_dtype {pixel_dtype} is neither {dtype} nor torch.uint8")
+        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device {device}: torch sees no CUDA GPU")
         self.config = config
         self.normalization = PixelNormalization((0.5,) * 3, (0.5,) * 3)
         self._takes_bytes = pixel_dtype == torch.uint8

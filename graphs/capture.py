@@ -86,8 +86,8 @@ class BudgetGraphs:
                 dropped.append(budget)
                 logger.warning("encoder budget %d does not fit the memory: %s", budget, error)
                 continue
-            metadata.memory_bytes = self._memory_in_use() - before
             self.by_budget[budget] = metadata
+            metadata.memory_bytes = self._memory_in_use() - before
         self.dropped = tuple(sorted(dropped))
         if isinstance(self.model, nn.Module):
             self._remember(self.model)

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
@@ -29,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     from vitgraph.encoder import GEOMETRIES
 
     parser = argparse.ArgumentParser(prog="vitgraph", description=__doc__.splitlines()[0])
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('vitgraph')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     tower = argparse.ArgumentParser(add_help=False)
@@ -78,13 +80,20 @@ def _parser() -> argparse.ArgumentParser:
         "--arch", default="sm_90", help="sm_80, sm_86, sm_89, sm_90 (default) or sm_100"
     )
     source = precompile.add_mutually_exclusive_group()
-    source.add_argument("--geometry", choices=sorted(GEOMETRIES), default="8b")
+    source.add_argument(
+        "--geometry", choices=sorted(GEOMETRIES), default="8b", help="of the tower (default: 8b)"
+    )
     source.add_argument("--model", default=None, help="checkpoint whose config.json to use")
     precompile.add_argument(
         "--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16"
     )
     precompile.add_argument(
-        "--budgets", type=int, nargs="+", default=None, metavar="N", help="capacities in tokens"
+        "--budgets",
+        type=int,
+        nargs="+",
+        default=None,
+        metavar="N",
+        help="capacities in tokens (default: powers of two from 64 to 8192)",
     )
     precompile.set_defaults(run=_precompile)
 
@@ -154,7 +163,7 @@ def _add_bench_options(parser: argparse.ArgumentParser, systems: list[str]) -> N
         "--seconds",
         type=float,
         default=None,
-        help="for everything (default: 440, on a CPU 20)",
+        help="for everything (default: 440, on a CPU 120; with --requests as long as they take)",
     )
     parser.add_argument(
         "--save", type=Path, default=None, metavar="FILE", help="write FILE as .json, .md and .png"

@@ -80,7 +80,7 @@ class CompilationConfig:
             try:
                 value = json.loads(value)
             except json.JSONDecodeError as error:
-                raise ValueError(f"the compilation config is not JSON: {error}") from None
+                raise ValueError(f"the compilation config is not JSON: {error}: {value}") from None
         if not isinstance(value, dict):
             raise ValueError(f"the compilation config must be a JSON object, got {value!r}")
         known = [field.name for field in fields(cls)]

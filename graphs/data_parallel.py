@@ -2,6 +2,7 @@
 
 import hashlib
 import heapq
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -53,8 +54,8 @@ class DataParallelEncoder:
         check: compare the batches of all ranks in each run: a few bytes over gloo, while the GPU
             encodes. Without it, ranks that disagree hang or return nonsense.
 
-    Ranks must call `execute` in the same order. Without the check, a rank that fails in its encoder
-    leaves the others to the timeout of the process group.
+    Ranks must call `execute` in the same order; threads of a rank take turns. Without the check, a
+    rank that fails in its encoder leaves the others to the timeout of the process group.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class DataParallelEncoder:
         self.model = getattr(encoder, "model", encoder)
         self.group = group
         self._calls = 0
+        self._turn = threading.Lock()
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} is not in the process group")
@@ -82,6 +84,10 @@ class DataParallelEncoder:
             RuntimeError: on the other ranks, one that failed to encode.
                 Nothing was gathered in either case, and the next call works.
         """
+        with self._turn:
+            return self._execute(mm_kwargs)
+
+    def _execute(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
         model, error, digest = self.model, None, INVALID
         own: list[Tensor] = []
         self._calls += 1
@@ -92,7 +98,7 @@ class DataParallelEncoder:
             tokens = model.get_encoder_cudagraph_per_item_output_tokens(mm_kwargs)
             ranks, digest = assign(sizes, self.world), FAILED
             own = self._encode(mm_kwargs, ranks[self.rank], len(sizes), tokens)
-            digest = _digest(self._calls, mm_kwargs, sizes)
+            digest = _digest(self._calls, self.encoder.dtype, mm_kwargs, sizes)
         except Exception as mistake:  # the others wait for this rank: tell them first
             error = mistake
         # The encoder's work has only been launched: the GPU does not wait for this.
@@ -159,19 +165,21 @@ class DataParallelEncoder:
         if other is None:
             return None
         items, others = batches[0][1], batches[other][1]
-        what = "of other sizes" if items == others else "items"
+        what = "of other sizes, kinds or dtype" if items == others else "items"
         return ValueError(
             f"data parallel: the ranks hold different batches: rank 0 has {items} items, "
             f"rank {other} has {others} {what}"
         )
 
 
-def _digest(call: int, mm_kwargs: dict[str, Any], sizes: list[int]) -> tuple[int, int]:
-    """A hash of the call's number and the batch's keys, shapes and grids (not of the pixels), and
-    the number of items."""
+def _digest(
+    call: int, dtype: torch.dtype, mm_kwargs: dict[str, Any], sizes: list[int]
+) -> tuple[int, int]:
+    """A hash of the call's number, the output's dtype and the batch's keys, shapes and grids (not
+    of the pixels), and the number of items."""
     parts = [
         (key, tuple(value.shape) if isinstance(value, Tensor) else repr(value))
         for key, value in sorted(mm_kwargs.items())
     ]
-    text = repr((call, parts, list(sizes))).encode()
+    text = repr((call, dtype, parts, list(sizes))).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big"), len(sizes)

@@ -41,6 +41,8 @@ def encode_files(args: argparse.Namespace, console: Console, errors: Console) ->
             raise ValueError(
                 f"{option} {file}: there is no folder {file.parent} to write a file in"
             )
+    if args.output and args.output.suffix != ".safetensors":
+        raise ValueError(f"--output {args.output}: the file ends in .safetensors")
     if args.output and args.output == args.record:
         raise ValueError(f"--output and --record are the same file, {args.output}")
     paths = list(expand(args.paths, args.frames))
@@ -159,6 +161,8 @@ def table(results: Iterable[Result], *, graphs: bool) -> Table:
 def summary(manager: EncoderCudaGraphManager) -> str:
     """Hits and misses in one line."""
     stats = manager.get_cumulative_stats()
+    if not manager.config.cudagraph_mm_encoder:
+        return f"{stats['graph_misses']} items run eagerly: cudagraph_mm_encoder is false"
     how = "replayed as graphs" if manager.device.type == "cuda" else "packed (no graph on a CPU)"
     return (
         f"{stats['graph_hits']} items {how}, {stats['graph_misses']} run eagerly; "

@@ -63,6 +63,11 @@ class EncoderCudaGraphManager:
                 f"packing 'cost' measures the model, and {type(model).__name__} lacks "
                 f"make_encoder_inputs"
             )
+        if config is not None and not isinstance(config, CompilationConfig):
+            raise ValueError(
+                f"config is a {type(config).__name__}, no CompilationConfig; "
+                f"CompilationConfig.from_json makes one of JSON or a dictionary"
+            )
         if packing not in ("greedy", "cost") and not isinstance(packing, CostModel):
             raise ValueError(f"packing {packing!r} is 'greedy', 'cost' or a CostModel")
         self.model = model
@@ -104,8 +109,13 @@ class EncoderCudaGraphManager:
     def _settle(self) -> None:
         """Where and in which dtype the static buffers are: the model's, unless told otherwise."""
         device, dtype = self._given
-        self.device = torch.device(device or getattr(self.model, "device", "cpu"))
-        self.dtype = dtype or getattr(self.model, "dtype", torch.float32)
+        own_device, own_dtype = (getattr(self.model, name, None) for name in ("device", "dtype"))
+        if None not in (dtype, own_dtype) and dtype != own_dtype:
+            raise ValueError(f"dtype {dtype} is not the model's, {own_dtype}")
+        if None not in (device, own_device) and torch.device(device).type != own_device.type:
+            raise ValueError(f"device {device} is not the model's, {own_device}")
+        self.device = torch.device(own_device or device or "cpu")
+        self.dtype = own_dtype or dtype or torch.float32
 
     @property
     def budgets(self) -> tuple[int, ...]:

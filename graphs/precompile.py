@@ -34,5 +34,8 @@ def precompile_command(args: argparse.Namespace, console: Console) -> int:
         numbers = kernel.registers, kernel.stack_bytes, kernel.shared_bytes // 1024
         view.add_row(kernel.name, *map(str, numbers))
     console.print(view)
+    tower = args.model or args.geometry
+    sizes = " ".join(map(str, budgets))
+    console.print(f"for {tower} in {args.dtype} on {args.arch}, budgets {sizes}", markup=False)
     console.print(f"{len(kernels)} kernels in {triton.knobs.cache.dir}", markup=False)
     return 1 if any(kernel.stack_bytes for kernel in kernels) else 0

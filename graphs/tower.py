@@ -4,6 +4,8 @@ The model keeps its own tower module: names, weights, state_dict and device move
 were. Only the tower's class changes, to one whose `forward` goes through a graph manager.
 """
 
+import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -18,14 +20,17 @@ class _Service:
     """What serves one tower: an encoder on the tower's weights, and its manager."""
 
     def __init__(self, tower: nn.Module, config: CompilationConfig | None, attention: str) -> None:
+        self.tower = weakref.ref(tower)
         self.encoder = Qwen3VLVisionEncoder.from_transformers(tower, attention=attention)
-        self.manager = EncoderCudaGraphManager(self.encoder, config)
         self.addresses = self._addresses_of(tower)
+        self.manager = _Manager(self, config)
         self.manager.capture()
 
-    def follow(self, tower: nn.Module) -> None:
+    def follow(self) -> None:
         """Share the tower's weights anew where they moved or were replaced. Graphs captured
         before then refuse to replay."""
+        tower = self.tower()
+        assert tower is not None, "the tower owns this service"
         addresses = self._addresses_of(tower)
         if addresses != self.addresses:
             self.encoder.share_weights(tower)
@@ -37,6 +42,22 @@ class _Service:
 
     def __deepcopy__(self, memo: dict) -> None:
         """A copy of the model is served by transformers."""
+
+
+class _Manager(EncoderCudaGraphManager):
+    """Looks at the tower's weights before it uses them."""
+
+    def __init__(self, service: _Service, config: CompilationConfig | None) -> None:
+        self._follow = service.follow
+        super().__init__(service.encoder, config)
+
+    def capture(self) -> None:
+        self._follow()
+        super().capture()
+
+    def execute(self, mm_kwargs: dict[str, Any], *, borrow: bool = False) -> list[Tensor]:
+        self._follow()
+        return super().execute(mm_kwargs, borrow=borrow)
 
 
 class VisionTower(nn.Module):
@@ -53,7 +74,12 @@ class VisionTower(nn.Module):
             BaseModelOutputWithDeepstackFeatures,
         )
 
-        self.vitgraph.follow(self)
+        if self.training and torch.is_grad_enabled() and _wants_gradients(self):
+            warnings.warn(
+                "vitgraph's vision tower is for inference: its weights get no gradients; "
+                "restore_vision_tower(model) to train them, or freeze them",
+                stacklevel=2,
+            )
         batch = {"pixel_values": hidden_states, "image_grid_thw": grid_thw}
         per_item = self.vitgraph.manager.execute(batch)
         if not per_item:
@@ -68,8 +94,8 @@ def replace_vision_tower(
 ) -> EncoderCudaGraphManager:
     """Serve a model's images and videos by vitgraph; its weights are shared, not copied.
 
-    For inference: no gradients reach the tower. Weights may change in place; after they moved (by
-    `.to`, say) graphs raise until the manager captures again.
+    For inference: no gradients reach the tower, which warns where it is trained. Weights may
+    change in place; after they moved (by `.to`, say) graphs raise until the manager captures again.
 
     Args:
         model: transformers' `Qwen3VLForConditionalGeneration`,
@@ -108,6 +134,10 @@ def restore_vision_tower(model: nn.Module) -> None:
         tower.vitgraph.manager.clear()
     del tower.vitgraph
     tower.__class__ = type(tower).__bases__[1]
+
+
+def _wants_gradients(tower: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in tower.parameters())
 
 
 def _check_plain(tower: nn.Module) -> None:

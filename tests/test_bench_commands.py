@@ -19,9 +19,8 @@ def test_bench_encoder(tmp_path, capsys) -> None:
     row = result["workloads"]["1 x (1,20,20)"]
     assert row["tokens"] == 100 and row["budgets"] == [128]
     assert row["turns"] == 3 and row["error_to_eager"] < 1e-3
-    assert (
-        0 < row["systems"]["vitgraph graph"]["host_ms"] <= row["graph_ms"] and row["floor_ms"] > 0
-    )
+    assert 0 < row["systems"]["vitgraph graph"]["host_ms"] <= row["graph_ms"]
+    assert row["floor_ms"] is None  # of GPUs only
     assert {"gpu", "driver", "torch", "commit", "matmul_tflops"} <= result.keys()
     assert "missing" in result["systems"]["vllm FLASHINFER"]
     printed = capsys.readouterr().out

@@ -1,7 +1,11 @@
 """The scripts that drive vLLM's engines, without vLLM: processes, lanes, what counts as equal."""
 
+import os
+import signal
+import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -28,9 +32,9 @@ ENGINE = """
     alone = None
     if "alone" in spec:
         sys.path.insert(0, BENCH)
-        import vllm_lanes
+        import vllm_alone, vllm_lanes
         vllm_lanes.Recorder(spec["output"])
-        with vllm_lanes.alone(spec["output"]):
+        with vllm_alone.alone(spec["output"]):
             began = time.monotonic()
             time.sleep(spec["alone"])
             alone = began, time.monotonic()
@@ -114,6 +118,43 @@ def test_engines_stand_still_while_another_is_timed(script, tmp_path) -> None:
     assert outcomes["dies alone"]["error"] == "the engine's process ended early"
 
 
+def test_an_interrupted_run_leaves_no_engine(script, tmp_path) -> None:
+    """SIGTERM, while one engine is alone and the other stands still."""
+    units = [[{"name": "alone", "tower": "vllm", "alone": 60}, {"name": "hangs", "tower": "vllm"}]]
+    timer = threading.Timer(4, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run(script, units, tmp_path, at_once=2, engine_seconds=50)
+    assert time.monotonic() - started < 20
+    left = subprocess.run(["pgrep", "-f", script], capture_output=True, text=True).stdout
+    assert left == ""
+
+
+def test_nothing_is_asked_for(script, tmp_path) -> None:
+    for options in ({"lanes": 0}, {"at_once": 0}):
+        with pytest.raises(ValueError, match="none"):
+            run(script, [[{"name": "works", "tower": "vllm"}]], tmp_path, **options)
+    with pytest.raises(ValueError, match="asked for twice: works"):
+        run(script, [[{"name": "works", "tower": "vllm"}] * 2], tmp_path)
+
+
+def test_a_result_that_cannot_be_saved_costs_no_other(script, tmp_path) -> None:
+    saved = []
+
+    def save(spec: dict, outcome: dict) -> None:
+        saved.append(spec["name"])
+        if spec["name"] == "a":
+            raise OSError("disk full")
+
+    units = [[{"name": name, "tower": "vllm"} for name in "abc"]]
+    with pytest.raises(OSError, match="disk full"):
+        vllm_lanes.run_lanes(
+            script, units, lanes=1, work=tmp_path, seconds=100, engine_seconds=20, save=save
+        )
+    assert saved == ["a", "b", "c"]
+
+
 def test_no_engine_is_started_without_time(script, tmp_path) -> None:
     outcomes, skipped = run(script, [[{"name": "works", "tower": "vllm"}]], tmp_path, seconds=29)
     assert (outcomes, skipped) == ({}, ["works"])
@@ -147,13 +188,24 @@ def test_ties_are_not_differences(theirs, verdict) -> None:
 
 def test_problems_are_named() -> None:
     outcome = {"tower": "Qwen3_VisionTransformer", "captured": True, "tower_is_replicated": False}
+    outcome |= {"distinct_answers": 2, "asked_for_graphs": True}
     theirs = outcome | {"items": 5, "statistics_prompts": [(5, 0), (5, 0)]}
     ours = theirs | {"tower": "VitgraphQwen3_VisionTransformer", "tower_is_replicated": True}
     ours["statistics_prompts"] = [(3, 0), (2, 0)]
-    pair = {"embedding_error": {"a": 0.01}, "prompts": 2, "same": 1, "ties": ["t"], "different": []}
+    errors = dict.fromkeys(vllm_engine.WORKLOADS, 0.01)
+    pair = {"embedding_error": errors, "prompts": 2, "same": 1, "ties": ["t"], "different": []}
     assert vllm_engine.problems(pair, ours, theirs) == []
     assert vllm_engine.problems(pair, theirs, theirs) == ["not our tower: Qwen3_VisionTransformer"]
-    wrong = pair | {"embedding_error": {"a": 0.01, "b": float("inf")}, "different": ["d"]}
+    empty = pair | {"embedding_error": {"a": 0.01}, "same": 0, "ties": ["t", "t"]}
+    same_answers = ours | {"distinct_answers": 0}
+    assert vllm_engine.problems(empty, same_answers, theirs | {"captured": False}) == [
+        "ours: 0 answers to all prompts",
+        "vLLM's: graphs were asked for, none captured",
+        "graphs in one of them only",
+        "1 of 9 workloads compared",
+        "2 of 2 prompts are ties",
+    ]
+    wrong = pair | {"embedding_error": errors | {"b": float("inf")}, "different": ["d"]}
     found = vllm_engine.problems(wrong, ours | {"statistics_prompts": [(3, 0), (1, 1)]}, theirs)
     assert found == [
         "ours: hits and misses [(3, 0), (1, 1)], items 5",

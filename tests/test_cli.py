@@ -77,6 +77,7 @@ def test_keep_going(tmp_path, capsys) -> None:
         ([CAT, "--attention", "flash_attn", "--geometry", "tiny"], "needs CUDA and bf16 or fp16"),
         ([CAT, "--output", "/no/such/file"], "there is no folder /no/such"),
         ([CAT, "--output", "/tmp"], "--output /tmp is a folder"),
+        ([CAT, "--output", "out.txt"], "--output out.txt: the file ends in .safetensors"),
         ([CAT, "--batch-size", "0"], "--batch-size 0 must be at least 1"),
     ],
 )

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,8 @@ CASES = [
     "idle_ranks_launch_nothing",
     "other_grids_of_the_same_size_raise",
     "another_number_of_items_raises",
+    "another_dtype_raises",
+    "threads_take_turns",
     "a_broken_batch_raises_everywhere",
     "a_rank_that_fails_raises_everywhere",
     "a_rank_that_fails_to_encode_raises_everywhere",
@@ -237,6 +240,21 @@ class Cases:
     def another_number_of_items_raises(self) -> None:
         grids = [(1, 4, 4)] * (2 if self.rank == self.world - 1 else 0)
         self.raises(self.batch(grids), f"rank 0 has 0 items, rank {self.world - 1} has 2 items")
+
+    def another_dtype_raises(self) -> None:
+        import torch
+
+        last = self.rank == self.world - 1
+        self.encoder.to(torch.float64 if last else torch.float32)
+        self.raises(self.batch([(1, 4, 4)]), "1 of other sizes, kinds or dtype")
+        self.encoder.to(torch.float32)
+
+    def threads_take_turns(self) -> None:
+        """Equal batches from three threads: which thread comes first differs between ranks."""
+        grids = [(1, 4, 4)] * self.world
+        with ThreadPoolExecutor(3) as pool:
+            for outputs in pool.map(self.parallel.execute, [self.batch(grids) for _ in range(6)]):
+                assert len(outputs) == self.world
 
     def a_broken_batch_raises_everywhere(self) -> None:
         batch = self.batch([(1, 4, 4)])

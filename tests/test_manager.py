@@ -298,6 +298,27 @@ def test_models_without_the_protocol_are_refused() -> None:
         EncoderCudaGraphManager(torch.nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": torch.int32}, "dtype torch.int32 is not the model's, torch.float32"),
+        ({"device": "meta"}, "device meta is not the model's, cpu"),
+        ({"config": {"cudagraph_mm_encoder": True}}, "config is a dict, no CompilationConfig"),
+    ],
+)
+def test_what_contradicts_the_model_is_refused(options, message, encoder) -> None:
+    with pytest.raises(ValueError, match=message):
+        EncoderCudaGraphManager(encoder, **options)
+
+
+def test_memory_is_reported_on_a_cpu(encoder) -> None:
+    manager = EncoderCudaGraphManager(encoder, CompilationConfig(True, (8, 64), 4))
+    manager.capture()
+    report = manager.memory_report()["budgets"]
+    buffers = manager.budget_graphs[64].input_buffer.nbytes
+    assert report[64] >= buffers > report[8] >= 0
+
+
 def test_the_encoder_implements_the_protocol(encoder) -> None:
     assert isinstance(encoder, SupportsEncoderCudaGraph)
 

@@ -39,7 +39,19 @@ def test_soak_finds_wrong_outputs(tmp_path, monkeypatch) -> None:
     assert len(result["wrong"]) == 8
 
 
+def test_a_thread_that_ends_fails_the_soak(tmp_path, monkeypatch) -> None:
+    def fail(*_) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(soak.EncoderCudaGraphManager, "execute", fail)
+    status, result = run(tmp_path, monkeypatch)
+    assert status == 1
+    assert "thread 0 ended: RuntimeError: no memory" in result["wrong"]
+
+
 def test_memory_that_torch_keeps_for_later_is_not_held() -> None:
     start, end = {"used": 1000, "unused": 0}, {"used": 1500, "unused": 490}
     assert soak.is_flat({0: start, "end": end})
     assert not soak.is_flat({0: start, "end": end | {"unused": 470}})
+    growing = {tenth: {"used": 1000 + tenth, "unused": tenth} for tenth in range(0, 1001, 100)}
+    assert not soak.is_flat(growing | {"end": growing[1000]})

@@ -167,6 +167,42 @@ def test_graphs_refuse_weights_that_moved(tools) -> None:
     )
 
 
+def test_a_capture_takes_the_weights_of_now(tools) -> None:
+    """Moved, or assigned, and captured again before the tower has run."""
+    model = make("dense", tools.tiny, "cpu")
+    prompt = inputs("cpu", torch.float32)
+    manager = replace_vision_tower(model, CompilationConfig(True, (64,), 8))
+    features = (prompt["pixel_values"], prompt["image_grid_thw"])
+    scaled = {name: 1.5 * tensor for name, tensor in model.state_dict().items()}
+    model.load_state_dict(scaled, assign=True)
+    batch = dict(zip(("pixel_values", "image_grid_thw"), features, strict=True))
+    with pytest.raises(RuntimeError, match="weights moved since capture"):
+        manager.execute(batch)
+    manager.capture()
+    served = torch.cat(manager.execute(batch))
+    restore_vision_tower(model)
+    own = torch.cat(model.model.get_image_features(*features).pooler_output)
+    torch.testing.assert_close(served[:, : own.shape[1]], own, rtol=1e-4, atol=1e-4)
+
+
+def test_training_is_warned_of(tools, recwarn) -> None:
+    model = make("dense", tools.tiny, "cpu")
+    prompt = inputs("cpu", torch.float32)
+    features = (prompt["pixel_values"], prompt["image_grid_thw"])
+    replace_vision_tower(model)
+    model.model.get_image_features(*features)  # evaluated
+    model.train()
+    with torch.no_grad():
+        model.model.get_image_features(*features)
+    assert not [w for w in recwarn if "vitgraph" in str(w.message)]
+    with pytest.warns(UserWarning, match="its weights get no gradients"):
+        model.model.get_image_features(*features)
+    recwarn.clear()
+    model.model.visual.requires_grad_(False)
+    model.model.get_image_features(*features)
+    assert not [w for w in recwarn if "vitgraph" in str(w.message)]
+
+
 def test_save_and_copy_while_served(tools, tmp_path) -> None:
     model = make("dense", tools.tiny, "cpu")
     prompt = inputs("cpu", torch.float32)

@@ -2,6 +2,8 @@
 
 import argparse
 import math
+import sys
+from pathlib import Path
 
 import torch
 
@@ -36,6 +38,16 @@ def check_options(args: argparse.Namespace) -> None:
         args.save.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--save {args.save}: {error}") from None
+
+
+def require(found: object, what: str) -> None:
+    """End a script that cannot work here, before it starts anything.
+
+    Raises:
+        SystemExit: with what it needs.
+    """
+    if not found:
+        raise SystemExit(f"error: {Path(sys.argv[0]).name} needs {what}")
 
 
 def use(device: torch.device) -> None:

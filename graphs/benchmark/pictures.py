@@ -46,9 +46,10 @@ def encoder_picture(result: dict[str, Any]) -> "Figure | None":
             timed = [row for row in rows if "p50_ms" in row["systems"].get(name, {})]
             x, y = [r["tokens"] for r in timed], [r["systems"][name]["p50_ms"] for r in timed]
             latency.plot(x, y, form, linewidth=1, label=name if rows is single else None, **look)
-    for rows, form in ((single, "k--"), (several, "k_")):
-        x, y = [row["tokens"] for row in rows], [row["floor_ms"] for row in rows]
-        label = "floor (useful FLOPs)" if rows is single else None
+    for rows, form, which in ((single, "k--", "one image"), (several, "k_", "several")):
+        known = [row for row in rows if row["floor_ms"] is not None]
+        x, y = [row["tokens"] for row in known], [row["floor_ms"] for row in known]
+        label = f"floor of {which} (useful FLOPs)" if known else None
         latency.plot(x, y, form, linewidth=1, markersize=9, label=label)
     latency.set(xscale="log", yscale="log", xlabel="tokens of the batch", ylabel="median time (ms)")
     latency.set_title(

@@ -39,6 +39,7 @@ SEEDED_SIZES = (
 SHARE_OF_IMAGES = 0.6  # of the time, where both experiments are run
 TRIAL_TURNS, WARM_UP_SHARE = 8, 0.15
 LEAST_SECONDS, GRACE_SECONDS = 20, 60  # of a launch; to start and to end
+LONGEST_SECONDS = 24 * 3600.0
 
 
 def bench_serving(args: argparse.Namespace, console: Console) -> int:
@@ -46,7 +47,8 @@ def bench_serving(args: argparse.Namespace, console: Console) -> int:
     check_options(args)
     device, dtype, geometry = choose(args)
     use(device)
-    args.seconds = args.seconds or workloads.seconds_for(device)
+    if args.seconds is None:  # requests that were asked for are all made
+        args.seconds = workloads.seconds_for(device) if args.requests is None else LONGEST_SECONDS
     if min(args.ranks) < 1:
         raise ValueError(f"--ranks {min(args.ranks)} is no number of processes")
     most = torch.cuda.device_count() if device.type == "cuda" else max(args.ranks)
