@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+TOWERS = ("vllm", "vitgraph")
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -51,6 +52,10 @@ def test_engine() -> None:
     for name, engine in found["engines"].items():
         assert engine["statistics_prompts"] == ([[250, 0]] if " graph " in name else [[0, 0]])
 
+    same, ties = (comparisons["FLASH_ATTN graph"][key] for key in ("same", "ties"))
+    words = f"{same} of 30 prompts got the same greedy tokens, {len(ties)} were near-ties"
+    assert words in " ".join(README.split())
+
 
 def test_plugin_page() -> None:
     page = (ROOT / "graphs/vllm_plugin/README.md").read_text()
@@ -78,15 +83,24 @@ def test_serving() -> None:
     assert [row[0] for row in rows] == list(systems)
     for name, *cells in rows:
         assert cells == [f"{systems[name][key]:.2f}" for key in ("mean_ms", "p50_ms", "p99_ms")]
+    requests = result("serving")["experiments"]["images"]["requests"]
+    assert f"A stream of {requests} single images" in README
+
+
+def test_mm_processor() -> None:
     engines = result("mm-processor")["engines"]
-    means = [
-        engines[f"{backend} graph {tower}"]["mixes"]["20 x 336x336"]["encoder_forward_ms"]["mean"]
-        for backend in ("FLASH_ATTN", "FLASHINFER")
-        for tower in ("vitgraph", "vllm")
+    rows = table("| requests | attention | vLLM, graphs")
+    assert len(rows) == 4
+    for mix, attention, *cells in rows:
+        names = [f"{attention} {mode} {t}" for mode in ("graph", "eager") for t in TOWERS]
+        mixes = [engines[name].get("mixes", {}).get(mix) for name in names]
+        means = [f"{one['encoder_forward_ms']['mean']:.2f}" if one else "-" for one in mixes]
+        assert cells == means
+    times = [
+        result("engine")["engines"][f"FLASH_ATTN {mode} vitgraph"]["milliseconds"]["20 x (1,20,20)"]
+        for mode in ("graph", "eager")
     ]
-    a, b, c, d = (f"{mean:.1f}" for mean in means)
-    words = f"take {a} ms with the plugin, {b} without (FLASH_ATTN), {c} and {d} (FLASHINFER)"
-    assert words in " ".join(README.split())
+    assert "take {:.2f} ms with graphs and {:.2f} without".format(*times) in README
 
 
 def test_attention_times() -> None:
