@@ -17,7 +17,7 @@ from vitgraph.graphs.config import CompilationConfig, infer_limits
 from vitgraph.graphs.cost import CostModel
 from vitgraph.graphs.measure import measure_costs
 from vitgraph.graphs.packing import Item, Pack, greedy, minimise_cost, split_eager
-from vitgraph.graphs.protocol import SupportsEncoderCudaGraph
+from vitgraph.graphs.protocol import SupportsEncoderCudaGraph, require_protocol
 from vitgraph.graphs.recording import RunRecorder
 from vitgraph.graphs.statistics import Statistics
 from vitgraph.kernels.launch import on_device
@@ -55,14 +55,7 @@ class EncoderCudaGraphManager:
         debug: bool = False,
         packing: Literal["greedy", "cost"] | CostModel = "greedy",
     ) -> None:
-        missing = [name for name in _protocol_methods() if not hasattr(model, name)]
-        if missing:
-            raise ValueError(f"{type(model).__name__} lacks {', '.join(missing)}")
-        if packing == "cost" and not hasattr(model, "make_encoder_inputs"):
-            raise ValueError(
-                f"packing 'cost' measures the model, and {type(model).__name__} lacks "
-                f"make_encoder_inputs"
-            )
+        require_protocol(model, for_packing=packing == "cost")
         if config is not None and not isinstance(config, CompilationConfig):
             raise ValueError(
                 f"config is a {type(config).__name__}, no CompilationConfig; "
@@ -352,7 +345,3 @@ class EncoderCudaGraphManager:
         if item.sequences > self.limits.max_sequences:
             return "too_many_sequences"
         return "declined"
-
-
-def _protocol_methods() -> list[str]:
-    return [name for name in vars(SupportsEncoderCudaGraph) if "encoder" in name]

@@ -75,3 +75,22 @@ class SupportsEncoderCudaGraph(Protocol):
 
     def encoder_eager_forward(self, mm_kwargs: dict[str, Any]) -> Tensor:
         """The forward for batches that no graph serves. Returns one row a token."""
+
+
+def require_protocol(model: object, *, for_packing: bool = False) -> None:
+    """Refuse a model that cannot be managed.
+
+    Args:
+        for_packing: by measured costs, too.
+
+    Raises:
+        ValueError: naming the methods it lacks.
+    """
+    names = [name for name in vars(SupportsEncoderCudaGraph) if "encoder" in name]
+    if missing := [name for name in names if not hasattr(model, name)]:
+        raise ValueError(f"{type(model).__name__} lacks {', '.join(missing)}")
+    if for_packing and not hasattr(model, "make_encoder_inputs"):
+        raise ValueError(
+            f"packing 'cost' measures the model, and {type(model).__name__} lacks "
+            f"make_encoder_inputs"
+        )

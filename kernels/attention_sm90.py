@@ -22,13 +22,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from vitgraph.kernels.attention_sm90_blocks import (
+from vitgraph.kernels.launch import hopper_tier_unavailable
+from vitgraph.kernels.sm90.attention_blocks import (
     attend_overlapped,
     attend_queued,
     issue_scores,
 )
-from vitgraph.kernels.attention_sm90_output import join_parts, store_rows
-from vitgraph.kernels.attention_sm90_shared import (
+from vitgraph.kernels.sm90.attention_output import join_parts, store_rows
+from vitgraph.kernels.sm90.attention_shared import (
     V_LAYOUT,
     V_TAIL_LAYOUT,
     Shared,
@@ -37,7 +38,6 @@ from vitgraph.kernels.attention_sm90_shared import (
     make_barriers,
     ring_place,
 )
-from vitgraph.kernels.launch import hopper_tier_unavailable
 
 if TYPE_CHECKING:
     from vitgraph.kernels.attention_tiles import AttentionTiles

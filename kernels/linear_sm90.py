@@ -26,8 +26,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vitgraph.kernels.activation import Activation
 from vitgraph.kernels.launch import num_programs, row_count
-from vitgraph.kernels.linear_sm90_flat import consume_flat, produce_flat
-from vitgraph.kernels.linear_sm90_tiles import (
+from vitgraph.kernels.sm90.linear_flat import consume_flat, produce_flat
+from vitgraph.kernels.sm90.linear_tiles import (
     CONSUMERS,
     DEPTH,
     LAYOUT,

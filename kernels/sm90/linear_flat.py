@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from vitgraph.kernels.linear_sm90_tiles import (
+from vitgraph.kernels.sm90.linear_tiles import (
     CONSUMERS,
     DEPTH,
     LAYOUT,

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vitgraph.kernels.attention_sm90_shared import (
+from vitgraph.kernels.sm90.attention_shared import (
     V_LAYOUT,
     V_TAIL_LAYOUT,
     as_matrix,

@@ -3,8 +3,8 @@
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from vitgraph.kernels.attention_sm90_blocks import rescale
-from vitgraph.kernels.attention_sm90_shared import V_LAYOUT, V_TAIL_LAYOUT, barrier
+from vitgraph.kernels.sm90.attention_blocks import rescale
+from vitgraph.kernels.sm90.attention_shared import V_LAYOUT, V_TAIL_LAYOUT, barrier
 
 PARTIAL_WIDTH = gl.constexpr(96)  # floats of a row of a part: 64 + 16, its maximum, its sum
 
