@@ -27,22 +27,19 @@ The result is saved after every engine. Written for vLLM 0.26.0; vLLM's CPU buil
 import argparse
 import itertools
 import json
-import os
 import sys
-import tempfile
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from vllm_inside import measure_engine
 from vllm_lanes import TOWERS, run_lanes
+from vllm_script import parse_arguments, work_folder
 
-from vitgraph.graphs.benchmark.options import require
 from vitgraph.graphs.benchmark.workloads import WORKLOADS
 
 BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
-MODES, TP_MODES = ("graph", "eager"), ("data", "weights")
+TP_MODES = ("data", "weights")
 # Two bf16 evaluations of 27 layers that round in different places differ by about 1 %.
 EMBEDDING_TOLERANCE = 0.03
 # Nats: two tokens, each known to 0.19 (the largest difference that was seen between two engines'
@@ -82,62 +79,40 @@ def _spec(backend: str, mode: str, ranks: int, tp_mode: str, tower: str, one_gpu
 
 def main() -> int:
     """Run all engines; the exit status is 1 if a comparison failed or an engine did."""
+    started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=None, help="default: a dummy checkpoint")
-    parser.add_argument("--geometry", default="8b", help="of the dummy's tower")
-    parser.add_argument("--backends", nargs="+", default=list(BACKENDS))
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--gpus", type=int, default=1, help="used by engines side by side")
-    parser.add_argument("--at-once", type=int, default=3, help="engines that share a GPU")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs of one engine")
     parser.add_argument("--one-gpu", action="store_true", help="which all its ranks share")
     parser.add_argument("--tp-modes", nargs="+", choices=TP_MODES, default=list(TP_MODES))
     parser.add_argument("--towers", nargs="+", choices=TOWERS, default=list(TOWERS))
-    parser.add_argument("--seconds", type=float, default=540, help="for everything")
-    parser.add_argument("--engine-seconds", type=float, default=240, help="for one engine")
-    parser.add_argument("--save", type=Path, default=None, help="JSON, written as it grows")
-    parser.add_argument("--engine", default=None, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.engine is not None:
-        measure_engine(json.loads(args.engine))
-        sys.stdout.flush()
-        os._exit(0)  # vLLM's own ending takes seconds
-    require(find_spec("vllm"), "vLLM, and it is not installed")
-    started = time.monotonic()
-    if args.save:
-        args.save.parent.mkdir(parents=True, exist_ok=True)
+    args = parse_arguments(parser, measure_engine, backends=BACKENDS, seconds=540)
     result: dict = {"engines": {}, "comparisons": {}, "others": {}, "not_run": []}
 
     def save(spec: dict | None = None, outcome: dict | None = None) -> None:
         if spec is not None:
             result["engines"][spec["name"]] = outcome
             result["header"] = outcome.pop("header", result.get("header"))
-            result["comparisons"] = compare_towers(result["engines"], Path(work))
+            result["comparisons"] = compare_towers(result["engines"], work)
         if args.save:
             args.save.write_text(json.dumps(without_logprobs(result), indent=1) + "\n")
 
-    with tempfile.TemporaryDirectory() as work:
-        model = args.model
-        if model is None:
-            from dummy_model import write_model
-
-            model = write_model(Path(work) / "model", args.geometry)
+    with work_folder(args) as (work, model):
         gpus_per_engine = 1 if args.one_gpu else args.ranks
         engines = units(args)
         for spec in itertools.chain(*engines):
-            spec["model"] = str(model)
+            spec["model"] = model
         result["not_run"] = run_lanes(
             __file__,
             engines,
             lanes=max(1, args.gpus // gpus_per_engine),
             gpus_per_lane=gpus_per_engine,
             at_once=args.at_once,
-            work=Path(work),
+            work=work,
             seconds=args.seconds - (time.monotonic() - started),
             engine_seconds=args.engine_seconds,
             save=save,
         )
-        result["others"] = compare_others(result["engines"], Path(work))
+        result["others"] = compare_others(result["engines"], work)
     save()
     print_result(result)
     failed = any("error" in outcome for outcome in result["engines"].values())

@@ -12,11 +12,8 @@ import argparse
 import contextlib
 import itertools
 import json
-import os
 import sys
-import tempfile
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,10 +26,9 @@ from vllm_lanes import (
     register_plugin,
     run_lanes,
 )
+from vllm_script import parse_arguments, work_folder
 
-from vitgraph.graphs.benchmark.options import require
-
-BACKENDS, MODES = ("FLASH_ATTN", "FLASHINFER"), ("graph", "eager")
+BACKENDS = ("FLASH_ATTN", "FLASHINFER")
 BUDGETS, MAX_ITEMS = (512, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 4864), 8
 LIMITS = json.dumps({"image": 20, "video": 0})
 # name -> (requests for each of --requests, arguments of the tool)
@@ -52,27 +48,10 @@ COLUMNS = {"mean": "mean", "P50": "median", "P99": "p99.0"}
 
 def main() -> int:
     """Run all engines; the exit status is 1 if one failed or was not run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=None, help="default: a dummy checkpoint")
-    parser.add_argument("--geometry", default="8b", help="of the dummy's tower")
-    parser.add_argument("--backends", nargs="+", default=list(BACKENDS))
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--requests", type=int, default=40, help="with 20 images; of others 4x")
-    parser.add_argument("--gpus", type=int, default=1, help="used by engines side by side")
-    parser.add_argument("--at-once", type=int, default=3, help="engines that share a GPU")
-    parser.add_argument("--seconds", type=float, default=480, help="for everything")
-    parser.add_argument("--engine-seconds", type=float, default=240, help="for one engine")
-    parser.add_argument("--save", type=Path, default=None, help="JSON, written as it grows")
-    parser.add_argument("--engine", default=None, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.engine is not None:
-        run_tool(json.loads(args.engine))
-        sys.stdout.flush()
-        os._exit(0)  # vLLM's own ending takes seconds
-    require(find_spec("vllm"), "vLLM, and it is not installed")
     started = time.monotonic()
-    if args.save:
-        args.save.parent.mkdir(parents=True, exist_ok=True)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=40, help="with 20 images; of others 4x")
+    args = parse_arguments(parser, run_tool, backends=BACKENDS, seconds=480)
     result: dict = {"requests": args.requests, "engines": {}, "not_run": []}
 
     def save(spec: dict | None = None, outcome: dict | None = None) -> None:
@@ -84,12 +63,7 @@ def main() -> int:
         args.save.write_text(json.dumps(result, indent=1) + "\n")
         args.save.with_suffix(".md").write_text(markdown(result))
 
-    with tempfile.TemporaryDirectory() as work:
-        model = args.model
-        if model is None:
-            from dummy_model import write_model
-
-            model = write_model(Path(work) / "model", args.geometry)
+    with work_folder(args) as (work, model):
         units = [
             [
                 {
@@ -97,7 +71,7 @@ def main() -> int:
                     "backend": backend,
                     "graphs": mode == "graph",
                     "tower": tower,
-                    "model": str(model),
+                    "model": model,
                     "requests": args.requests,
                     "budgets": BUDGETS,
                     "items": MAX_ITEMS,
@@ -111,7 +85,7 @@ def main() -> int:
             units,
             lanes=args.gpus,
             at_once=args.at_once,
-            work=Path(work),
+            work=work,
             seconds=args.seconds - (time.monotonic() - started),
             engine_seconds=args.engine_seconds,
             save=save,
