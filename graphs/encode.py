@@ -162,12 +162,16 @@ def summary(manager: EncoderCudaGraphManager) -> str:
     """Hits and misses in one line."""
     stats = manager.get_cumulative_stats()
     if not manager.config.cudagraph_mm_encoder:
-        return f"{stats['graph_misses']} items run eagerly: cudagraph_mm_encoder is false"
+        return f"{_items(stats['graph_misses'])} run eagerly: cudagraph_mm_encoder is false"
     how = "replayed as graphs" if manager.device.type == "cuda" else "packed (no graph on a CPU)"
     return (
-        f"{stats['graph_hits']} items {how}, {stats['graph_misses']} run eagerly; "
+        f"{_items(stats['graph_hits'])} {how}, {stats['graph_misses']} run eagerly; "
         f"budgets {' '.join(map(str, stats['token_budgets']))}"
     )
+
+
+def _items(count: int) -> str:
+    return f"{count} item{'s' * (count != 1)}"
 
 
 def write(path: Path, results: Sequence[Result]) -> None:

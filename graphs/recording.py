@@ -102,7 +102,8 @@ def picture(run: RunRecorder) -> "Figure":
         for budget, packs in replayed.items()
     ]
     bars = fills.bar(labels, values, color="#3b6ea5")
-    fills.bar_label(bars, [f"{len(packs)} replays" for packs in replayed.values()], fontsize=8)
+    counts = [f"{len(packs)} replay{'s' * (len(packs) > 1)}" for packs in replayed.values()]
+    fills.bar_label(bars, counts, fontsize=8)
     fills.set(xlabel="budget (tokens)", ylabel="fill (%)", ylim=(0, 110), title="Fill per budget")
     for budget, packs in by_budget.items():
         label = f"budget {budget}" if budget is not None else "eager"
@@ -112,4 +113,7 @@ def picture(run: RunRecorder) -> "Figure":
     latency.set(xlabel="real tokens of the pack", ylabel="time (ms)", title="Latency of each pack")
     latency.set(xlim=(0, None), ylim=(0, None))
     latency.legend(fontsize=8)
+    if not replayed:
+        fills.set_xticks([])
+        fills.text(0.5, 0.5, "nothing was replayed", transform=fills.transAxes, ha="center")
     return figure
