@@ -30,12 +30,12 @@ SECTIONS = (
     "LaunchStats",
 )
 ACTIVE = ".avg.pct_of_peak_sustained_active"
-COLUMNS = {  # counter -> heading, digits
-    "sm__pipe_tensor_op_hmma_cycles_active" + ACTIVE: ("tensor cores %", 0),
-    "sm__inst_executed_pipe_xu" + ACTIVE: ("exponentials %", 0),
-    "sm__pipe_fma_cycles_active" + ACTIVE: ("multiply-add %", 0),
-    "smsp__issue_active" + ACTIVE: ("issue slots %", 0),
-    "launch__registers_per_thread": ("registers", 0),
+COLUMNS = {  # counter -> heading
+    "sm__pipe_tensor_op_hmma_cycles_active" + ACTIVE: "tensor cores %",
+    "sm__inst_executed_pipe_xu" + ACTIVE: "exponentials %",
+    "sm__pipe_fma_cycles_active" + ACTIVE: "multiply-add %",
+    "smsp__issue_active" + ACTIVE: "issue slots %",
+    "launch__registers_per_thread": "registers",
 }
 OURS = "attention_"  # what our kernels' names begin with
 STALL = "smsp__average_warps_issue_stalled_"
@@ -61,7 +61,7 @@ def main() -> int:
     result = summarise(text, args.libraries)
     show(result)
     if args.save:
-        about = {"csv": str(args.csv)} if args.csv else header()
+        about = {"csv": args.csv.name} if args.csv else header()
         args.save.write_text(json.dumps(about | {"cases": result}, indent=1) + "\n")
         if not args.csv:
             args.save.with_suffix(".csv").write_text(text)
@@ -124,7 +124,7 @@ def summarise(text: str, libraries: list[str]) -> dict:
         result.setdefault(case, {})[library] = {
             "us": us,
             "tflop_s": useful_flops(CASES[case]) / us / 1e6,
-            **{heading: number(kernel[name]) for name, (heading, _) in COLUMNS.items()},
+            **{heading: number(kernel[name]) for name, heading in COLUMNS.items()},
             "stalls": {name: stalls[name] for name in largest},
         }
     return result
@@ -142,13 +142,13 @@ def show(result: dict) -> None:
     table = Table(title="attention under ncu", box=None, title_justify="left")
     table.add_column("case")
     table.add_column("library")
-    for heading in ("us", "TFLOP/s", *(heading for heading, _ in COLUMNS.values())):
+    for heading in ("us", "TFLOP/s", *COLUMNS.values()):
         table.add_column(heading, justify="right")
     table.add_column("stalls")
     for case, libraries in result.items():
         for library, row in libraries.items():
             cells = [f"{row['us']:.1f}", f"{row['tflop_s']:.0f}"]
-            cells += [f"{row[heading]:.{digits}f}" for heading, digits in COLUMNS.values()]
+            cells += [f"{row[heading]:.0f}" for heading in COLUMNS.values()]
             stalls = ", ".join(f"{name} {value:.1f}" for name, value in row["stalls"].items())
             table.add_row(case, library, *cells, stalls)
     Console(width=170).print(table)

@@ -31,7 +31,7 @@ class EncoderCudaGraphManager:
     Args:
         model: the encoder.
         config: see `CompilationConfig`; without `cudagraph_mm_encoder` everything runs eagerly.
-        device, dtype: of the static buffers; the model's own where it says.
+        device, dtype: of the static buffers, of a model that does not say.
         log_interval: log the statistics every so many batches, 0 for never.
         profile: measure each pack into `last_seconds`, at the price of a synchronisation a pack.
         debug: borrowed outputs raise when they are used after they were overwritten.
@@ -39,8 +39,8 @@ class EncoderCudaGraphManager:
             capture, or given here (for the same budgets). On a CPU "cost" is greedy, too.
 
     Raises:
-        ValueError: a model without the protocol's methods, or a configuration that cannot be
-            captured.
+        ValueError: a model without the protocol's methods, a device or dtype that is not its own,
+            or a configuration that cannot be captured.
     """
 
     def __init__(
@@ -100,15 +100,15 @@ class EncoderCudaGraphManager:
         self._stream: torch.cuda.Stream | None = None
 
     def _settle(self) -> None:
-        """Where and in which dtype the static buffers are: the model's, unless told otherwise."""
+        """Where and in which dtype the static buffers are: the model's, where it says."""
         device, dtype = self._given
-        own_device, own_dtype = (getattr(self.model, name, None) for name in ("device", "dtype"))
-        if None not in (dtype, own_dtype) and dtype != own_dtype:
-            raise ValueError(f"dtype {dtype} is not the model's, {own_dtype}")
-        if None not in (device, own_device) and torch.device(device).type != own_device.type:
-            raise ValueError(f"device {device} is not the model's, {own_device}")
-        self.device = torch.device(own_device or device or "cpu")
-        self.dtype = own_dtype or dtype or torch.float32
+        self.device = torch.device(getattr(self.model, "device", device or "cpu"))
+        self.dtype = getattr(self.model, "dtype", dtype or torch.float32)
+        if dtype not in (None, self.dtype):
+            raise ValueError(f"dtype {dtype} is not the model's, {self.dtype}")
+        asked = torch.device(device or self.device)
+        if asked.type != self.device.type or asked.index not in (None, self.device.index):
+            raise ValueError(f"device {device} is not the model's, {self.device}")
 
     @property
     def budgets(self) -> tuple[int, ...]:

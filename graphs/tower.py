@@ -28,9 +28,9 @@ class _Service:
 
     def follow(self) -> None:
         """Share the tower's weights anew where they moved or were replaced. Graphs captured
-        before then refuse to replay."""
-        tower = self.tower()
-        assert tower is not None, "the tower owns this service"
+        before then refuse to replay. Without the tower the manager keeps the weights it has."""
+        if (tower := self.tower()) is None:
+            return
         addresses = self._addresses_of(tower)
         if addresses != self.addresses:
             self.encoder.share_weights(tower)

@@ -1,6 +1,7 @@
 """transformers users: same generation before and after, and the tower comes back."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -183,6 +184,17 @@ def test_a_capture_takes_the_weights_of_now(tools) -> None:
     restore_vision_tower(model)
     own = torch.cat(model.model.get_image_features(*features).pooler_output)
     torch.testing.assert_close(served[:, : own.shape[1]], own, rtol=1e-4, atol=1e-4)
+
+
+def test_a_manager_outlives_the_model(tools) -> None:
+    model = make("dense", tools.tiny, "cpu")
+    prompt = inputs("cpu", torch.float32)
+    manager = replace_vision_tower(model, CompilationConfig(True, (64,), 8))
+    batch = {name: prompt[name] for name in ("pixel_values", "image_grid_thw")}
+    before = torch.cat(manager.execute(batch))
+    del model
+    gc.collect()
+    torch.testing.assert_close(torch.cat(manager.execute(batch)), before)
 
 
 def test_training_is_warned_of(tools, recwarn) -> None:
