@@ -27,6 +27,7 @@ from vitgraph.kernels.sm90.attention_blocks import (
     attend_overlapped,
     attend_queued,
     issue_scores,
+    release,
 )
 from vitgraph.kernels.sm90.attention_output import join_parts, store_rows
 from vitgraph.kernels.sm90.attention_shared import (
@@ -82,13 +83,14 @@ def _producer(sizes, shared, source):
         count += 1
 
         for key in range(_field(message, 1, layout), _field(message, 2, layout), sizes.BLOCK_N):
-            stage, parity = ring_place(block, sizes.STAGES)
-            mbarrier.wait(shared.k_empty.index(stage), parity ^ 1)
+            stage = block % sizes.STAGES
             ready = shared.k_ready.index(stage)
             mbarrier.expect(ready, kv_bytes)
             _copy(kv_desc, kv_tail_desc, sizes.HEADS + head, key, ready, shared.k.index(stage),
                   shared.k_tail.index(stage), sizes.TAIL)  # fmt: skip
-            mbarrier.wait(shared.v_empty.index(stage), parity ^ 1)
+            # Frees v of `block - STAGES`, and the k that the next turn overwrites.
+            next_stage, parity = ring_place(block + 1, sizes.STAGES)
+            mbarrier.wait(shared.empty.index(next_stage), parity ^ 1)
             ready = shared.v_ready.index(stage)
             mbarrier.expect(ready, kv_bytes)
             _copy(kv_desc, kv_tail_desc, 2 * sizes.HEADS + head, key, ready, shared.v.index(stage),
@@ -127,15 +129,12 @@ def _consumer(sizes, shared, target, INDEX: gl.constexpr):
             row_sum = gl.zeros([sizes.ROWS], gl.float32, row_layout)
             scores = issue_scores(sizes, shared, place, block)
             scores = warpgroup_mma_wait(0, [scores])
-            mbarrier.arrive(shared.k_empty.index(block % sizes.STAGES), count=1)
             valid = (keys - 1) % sizes.BLOCK_N + 1  # keys of the last block
             attend: gl.constexpr = attend_overlapped if sizes.OVERLAP else attend_queued
             acc, acc_tail, row_max, row_sum = attend(
                 sizes, shared, place, block, last, valid, scores, acc, acc_tail, row_max, row_sum,
                 scale_log2,
             )  # fmt: skip
-            mbarrier.arrive(shared.v_empty.index(last % sizes.STAGES), count=1)
-
             # Read again rather than kept in registers, which are short in the loop.
             message = shared.messages.index(slot).load(layout)
             mbarrier.arrive(shared.unit_empty.index(slot), count=1)
@@ -157,9 +156,8 @@ def _consumer(sizes, shared, target, INDEX: gl.constexpr):
             for i in range(block, last + 1):
                 stage, parity = ring_place(i, sizes.STAGES)
                 mbarrier.wait(shared.k_ready.index(stage), parity)
-                mbarrier.arrive(shared.k_empty.index(stage), count=1)
+                release(sizes, shared, i)
                 mbarrier.wait(shared.v_ready.index(stage), parity)
-                mbarrier.arrive(shared.v_empty.index(stage), count=1)
         block = last + 1
         count += 1
         slot, parity = ring_place(count, 2)
@@ -201,7 +199,6 @@ def attention_sm90_kernel(
         make_barriers(2, 1),
         make_barriers(2, CONSUMERS),
         make_barriers(STAGES, 1),
-        make_barriers(STAGES, CONSUMERS),
         make_barriers(STAGES, 1),
         make_barriers(STAGES, CONSUMERS),
     )

@@ -51,6 +51,16 @@ def _await_last_v(sizes, shared, block, valid):
 
 
 @gluon.jit
+def release(sizes, shared, block):
+    """Let go of k of `block` and v of the block before.
+
+    All warps of the warpgroup meet here and again at the next wait: with a release right before a
+    wait, they meet once a block.
+    """
+    mbarrier.arrive(shared.empty.index(block % sizes.STAGES), count=1)
+
+
+@gluon.jit
 def issue_scores(sizes, shared, place, block):
     """Issue q @ k^T of a block; the caller waits."""
     stage, parity = ring_place(block, sizes.STAGES)
@@ -111,6 +121,7 @@ def _attend(sizes, shared, block, valid, scores, acc, acc_tail, row_max, row_sum
 
     stage, parity = ring_place(block, sizes.STAGES)
     left = gl.exp2(left * scale_log2 - shift)
+    release(sizes, shared, block)
     mbarrier.wait(shared.v_ready.index(stage), parity)
     p_left, acc, acc_tail = _add_values(sizes, shared, stage, left, 0, acc, acc_tail)
     right = gl.exp2(right * scale_log2 - shift)
@@ -131,10 +142,7 @@ def attend_queued(
             sizes, shared, i, sizes.BLOCK_N, scores, acc, acc_tail, row_max, row_sum, scale_log2
         )
         scores = issue_scores(sizes, shared, place, i + 1)
-        acc, acc_tail, p = warpgroup_mma_wait(sizes.GROUPS, [acc, acc_tail, p])
-        mbarrier.arrive(shared.v_empty.index(i % sizes.STAGES), count=1)
-        scores = warpgroup_mma_wait(0, [scores])
-        mbarrier.arrive(shared.k_empty.index((i + 1) % sizes.STAGES), count=1)
+        scores, acc, acc_tail, p = warpgroup_mma_wait(0, [scores, acc, acc_tail, p])
     _await_last_v(sizes, shared, last, valid)
     p, acc, acc_tail, row_max, row_sum = _attend(
         sizes, shared, last, valid, scores, acc, acc_tail, row_max, row_sum, scale_log2
@@ -158,6 +166,7 @@ def attend_overlapped(
 ):  # fmt: skip
     """Blocks `block`..`last`: the values of a block are added under the softmax of the next."""
     BLOCK_N: gl.constexpr = sizes.BLOCK_N
+    release(sizes, shared, block)
     only = gl.where(block == last, valid, BLOCK_N)
     weights, correction, row_max, row_sum = _softmax(
         sizes, only, scores, row_max, row_sum, scale_log2
@@ -169,12 +178,11 @@ def attend_overlapped(
         mbarrier.wait(shared.v_ready.index(stage), parity)
         p, acc, acc_tail = _add_values(sizes, shared, stage, weights, 0, acc, acc_tail)
         scores = warpgroup_mma_wait(sizes.GROUPS, [scores])
-        mbarrier.arrive(shared.k_empty.index((i + 1) % sizes.STAGES), count=1)
         weights, correction, row_max, row_sum = _softmax(
             sizes, gl.where(i + 1 == last, valid, BLOCK_N), scores, row_max, row_sum, scale_log2
         )
         acc, acc_tail, p = warpgroup_mma_wait(0, [acc, acc_tail, p])
-        mbarrier.arrive(shared.v_empty.index(stage), count=1)
+        release(sizes, shared, i + 1)
         acc = rescale(acc, correction, V_LAYOUT)
         acc_tail = rescale(acc_tail, correction, V_TAIL_LAYOUT)
         weights = weights.to(shared.v.dtype)

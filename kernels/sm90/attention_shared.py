@@ -59,18 +59,16 @@ class Shared:
     unit_ready: gl.shared_memory_descriptor
     unit_empty: gl.shared_memory_descriptor
     k_ready: gl.shared_memory_descriptor
-    k_empty: gl.shared_memory_descriptor
     v_ready: gl.shared_memory_descriptor
-    v_empty: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
     def __init__(self, q, q_tail, k, k_tail, v, v_tail, messages, unit_ready, unit_empty, k_ready,
-                 k_empty, v_ready, v_empty):  # fmt: skip
+                 v_ready, empty):  # fmt: skip
         self.q, self.q_tail = q, q_tail
         self.k, self.k_tail, self.v, self.v_tail = k, k_tail, v, v_tail
         self.messages, self.unit_ready, self.unit_empty = messages, unit_ready, unit_empty
-        self.k_ready, self.k_empty = k_ready, k_empty
-        self.v_ready, self.v_empty = v_ready, v_empty
+        self.k_ready, self.v_ready, self.empty = k_ready, v_ready, empty
 
 
 @gluon.jit
