@@ -1,27 +1,34 @@
-"""Find the tiles of kernels/tiles.py on this GPU: `python bench/tune_linear.py [--seconds 120]`.
+"""Find the tiles of kernels/tiles.py on this GPU.
 
-Every candidate is compiled (in parallel), checked against float32 and timed inside a captured graph
-whose launches rotate the weights, for each layer of the 8B tower and several row counts. Prints the
-fastest few of each and writes all of them to JSON. Near one another means noise: prefer one row of
-the table that is good at many counts to many rows that are best at one.
+    python bench/tune_linear.py [--layers qkv fc1] [--rows 400 8160] [--seconds 300] [--save FILE]
+
+Layer by layer of the 8B tower every candidate is compiled (in parallel), checked against float32
+and timed inside a captured graph whose launches rotate the weights, for several row counts. Prints
+the fastest three of each beside the table's own choice. Near one another means noise: prefer one
+row of the table that is good at many counts to many rows that are best at one.
 """
 
 import argparse
 import itertools
 import json
 import multiprocessing
+import os
 import statistics
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 from torch import Tensor
 
 from vitgraph.graphs.benchmark.options import require
 from vitgraph.kernels.linear import linear_reference
 from vitgraph.kernels.linear_triton import linear_triton
-from vitgraph.kernels.tiles import LinearConfig, Tile
+from vitgraph.kernels.tiles import LinearConfig, Tile, linear_config
 
 # (out, in) features, activation, residual
 LAYERS = {
@@ -34,6 +41,7 @@ LAYERS = {
 }
 ROWS = (400, 1024, 4096, 8160, 16384)
 WEIGHTS = 8  # copies the launches of a graph take in turn
+TOLERANCE = 1.9e-3  # of bf16 outputs
 
 
 @dataclass
@@ -111,52 +119,99 @@ def candidates(shared_bytes: int, descriptors: bool) -> list[LinearConfig]:
     return found
 
 
-def compile_one(job: tuple[str, LinearConfig]) -> str | None:
-    layer, config = job
+def compile_one(layer: str, config: LinearConfig) -> LinearConfig | None:
+    """Compile and run once, in a process of the pool; None if that fails: then it is no
+    candidate."""
     problem = Problem.make(layer, 64)
     try:
         problem.run(config, problem.weights[0])
         torch.cuda.synchronize()
-    except Exception as error:  # a candidate that does not compile or fit is no candidate
-        return repr(error)
-    return None
+    except Exception:  # of the compiler, or shared memory that does not suffice
+        return None
+    return config
+
+
+def compile_all(
+    pool: Executor, layer: str, configs: list[LinearConfig], bar: Progress
+) -> list[LinearConfig]:
+    """The candidates that compile."""
+    task = bar.add_task(f"{layer}: compiling", total=len(configs))
+    futures = [pool.submit(compile_one, layer, config) for config in configs]
+    for _ in as_completed(futures):
+        bar.advance(task)
+    bar.remove_task(task)
+    return [config for future in futures if (config := future.result()) is not None]
+
+
+def time_all(
+    layer: str, rows: int, configs: list[LinearConfig], bar: Progress
+) -> dict[LinearConfig, float]:
+    """Microseconds of the candidates that are right."""
+    problem = Problem.make(layer, rows)
+    expected, times = problem.reference(), {}
+    task = bar.add_task(f"{layer}, {rows} rows: timing", total=len(configs))
+    for config in configs:
+        if problem.error(config, expected) < TOLERANCE:
+            times[config] = problem.microseconds(config)
+        bar.advance(task)
+    bar.remove_task(task)
+    return times
 
 
 def main() -> None:
+    """Compile, time, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=120, help="stop after this time")
-    parser.add_argument("--layers", nargs="*", default=list(LAYERS), choices=LAYERS)
-    parser.add_argument("--rows", nargs="*", type=int, default=list(ROWS))
-    parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--json", default="tune_linear.json")
-    arguments = parser.parse_args()
+    parser.add_argument("--seconds", type=float, default=300, help="nothing starts after these")
+    parser.add_argument("--layers", nargs="+", default=list(LAYERS), choices=LAYERS)
+    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="that compile")
+    parser.add_argument("--save", type=Path, default=None, help="all of them, as JSON")
+    args = parser.parse_args()
     require(torch.cuda.is_available(), "a CUDA GPU, and torch sees none")
-    deadline = time.monotonic() + arguments.seconds
+    deadline = time.monotonic() + args.seconds
 
     gpu = torch.cuda.get_device_properties(0)
+    capability = (gpu.major, gpu.minor)
     configs = candidates(gpu.shared_memory_per_block_optin, gpu.major >= 9)
-    jobs = list(itertools.product(arguments.layers, configs))
+    table = Table("layer", "rows", "us", "tiles", "warps", "programs", title=gpu.name, box=None)
+    results, left_out = [], []
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(arguments.workers, mp_context=spawn) as pool:
-        failed = dict(zip(jobs, pool.map(compile_one, jobs, chunksize=4), strict=True))
+    with ProcessPoolExecutor(args.workers, mp_context=spawn) as pool, Progress() as bar:
+        for layer in args.layers:
+            compiled = None
+            for rows in args.rows:
+                if time.monotonic() > deadline:
+                    left_out.append(f"{layer} with {rows} rows")
+                    continue
+                if compiled is None:
+                    compiled = compile_all(pool, layer, configs, bar)
+                own = linear_config(capability, torch.bfloat16, rows, *LAYERS[layer][:2])
+                times = time_all(layer, rows, [own, *compiled], bar)
+                for config in [*sorted(times, key=times.get)[:3], own]:
+                    table.add_row(*describe(layer, rows, config, times, own))
+                results += [
+                    {"layer": layer, "rows": rows, "us": us, "of_table": config == own}
+                    | asdict(config)
+                    for config, us in times.items()
+                ]
+    console = Console(width=120)
+    console.print(table)
+    for what in left_out:
+        console.print(f"left out: {what} (no time left of {args.seconds:g} s)")
+    if args.save:
+        args.save.write_text(json.dumps({"gpu": gpu.name, "results": results}, indent=1) + "\n")
 
-    results = []
-    for layer, rows in itertools.product(arguments.layers, arguments.rows):
-        problem = Problem.make(layer, rows)
-        expected, times = problem.reference(), {}
-        for config in configs:
-            if time.monotonic() > deadline:
-                break
-            if failed[layer, config] is None and problem.error(config, expected) < 1.9e-3:
-                times[config] = problem.microseconds(config)
-        results += [
-            {"layer": layer, "rows": rows, "us": us, **asdict(config)}
-            for config, us in times.items()
-        ]
-        for config in sorted(times, key=times.get)[:3]:
-            print(f"{layer:10} {rows:6} {times[config]:8.1f} us  {config}", flush=True)
-    with open(arguments.json, "w") as file:
-        json.dump({"gpu": gpu.name, "results": results}, file, indent=1)
+
+def describe(
+    layer: str, rows: int, config: LinearConfig, times: dict[LinearConfig, float], own: LinearConfig
+) -> list[str]:
+    """A line of the table. Up to `small_rows` rows a configuration uses its small tile."""
+    small = config.small is not None and rows <= config.small_rows
+    tile = config.small if small else config.large
+    cells = f"{tile.rows}x{tile.cols}x{tile.depth}, {tile.stages} stages, {tile.parts} parts"
+    us = f"{times[config]:.1f}" if config in times else "wrong"
+    mark = " (table)" if config == own else ""
+    return [layer, str(rows), us, cells + mark, str(config.num_warps), str(config.programs_per_sm)]
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ import json
 import runpy
 import subprocess
 import sys
+import types
+from concurrent.futures import ThreadPoolExecutor as ThreadPool
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,50 @@ def test_the_table_shows_the_change() -> None:
     assert "+10.0%" in text and "new" in text and rows[0].name in text
     for part in (f"driver {saved['driver']}", f"commit {saved['commit']}", "TB/s", "quartiles"):
         assert part in text
+
+
+def test_tune_linear_prints_what_it_timed_and_what_not(monkeypatch, tmp_path, capsys) -> None:
+    """Its flow, with a clock and times of this test's own."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import tune_linear
+
+    gpu = types.SimpleNamespace(
+        major=9, minor=0, name="a GPU", shared_memory_per_block_optin=232_448
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    every = tune_linear.candidates(gpu.shared_memory_per_block_optin, True)
+    assert len(every) == len(set(every)) > 100
+    fast, wrong, slow, fails = every[:4]
+    monkeypatch.setattr(tune_linear, "candidates", lambda *about: every[:4])
+    monkeypatch.setattr(tune_linear, "ProcessPoolExecutor", lambda n, mp_context: ThreadPool(n))
+    monkeypatch.setattr(tune_linear, "compile_one", lambda layer, c: None if c == fails else c)
+    now = iter(range(100))
+    monkeypatch.setattr(tune_linear.time, "monotonic", lambda: next(now))
+
+    class Problem:
+        def reference(self):
+            return None
+
+        def error(self, config, expected):
+            return 1.0 if config == wrong else 1e-3
+
+        def microseconds(self, config):
+            return {fast: 10.0, slow: 30.0}.get(config, 20.0)
+
+    monkeypatch.setattr(tune_linear.Problem, "make", lambda layer, rows: Problem())
+    path = tmp_path / "tiles.json"
+    arguments = ["--layers", "qkv", "--rows", "400", "8160", "--seconds", "1.5"]
+    monkeypatch.setattr(sys, "argv", ["tune_linear.py", *arguments, "--save", str(path)])
+    tune_linear.main()
+    saved = json.loads(path.read_text())["results"]
+    assert [(row["us"], row["of_table"]) for row in saved] == [
+        (20.0, True),
+        (10.0, False),
+        (30.0, False),
+    ]
+    printed = capsys.readouterr().out
+    lines = [line.split() for line in printed.splitlines() if line.strip().startswith("qkv")]
+    assert [line[2] for line in lines] == ["10.0", "20.0", "30.0", "20.0"]
+    assert "(table)" in lines[-1]
+    assert "left out: qkv with 8160 rows (no time left of 1.5 s)" in printed
