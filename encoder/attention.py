@@ -1,6 +1,6 @@
 """Attention backends behind one function, on the packed qkv of all items.
 
-triton       ours; every dtype, no lengths on the host, empty capacity is free
+triton       ours; every dtype but float64, no lengths on the host, empty capacity is free
 flash_attn   FlashAttention, from the first of vLLM's own build, fa3-fwd, flash-attn-4, flash-attn
              and torch that serves; CUDA, bf16 and fp16
 flashinfer   cuDNN through FlashInfer; CUDA, bf16 and fp16
@@ -19,11 +19,9 @@ from torch import Tensor
 
 from vitgraph.encoder import attention_flash, attention_flashinfer
 from vitgraph.encoder.attention_trial import Attend, Build, Capability, Heads
-from vitgraph.kernels.attention import attention, attention_config, attention_tiles
+from vitgraph.kernels.attention import DTYPES, attention, attention_config, attention_tiles
 from vitgraph.kernels.launch import is_interpreted
 from vitgraph.kernels.layout import Layout
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def triton(layout: Layout, heads: Heads) -> Attend:
@@ -86,6 +84,8 @@ def capability(name: str, heads: Heads, device: torch.device) -> Capability:
     reason = ""
     if device.type != "cuda" and not is_interpreted():
         reason = f"needs CUDA, not {device.type}"
+    elif heads.dtype not in DTYPES:
+        reason = f"needs one of {', '.join(map(str, DTYPES))}, not {heads.dtype}"
     elif heads.dim < 16 or heads.dim % 8:
         reason = f"needs a head_dim that is a multiple of 8 from 16 on, not {heads.dim}"
     return Capability("triton", "vitgraph", not reason, reason)
@@ -106,7 +106,7 @@ def resolve_backend(name: str, heads: Heads, device: torch.device) -> str:
         ValueError: naming the backend and what it cannot do.
     """
     if name == "auto":
-        return "triton" if device.type == "cuda" else "sdpa"
+        return "triton" if device.type == "cuda" and heads.dtype in DTYPES else "sdpa"
     name = VLLM_NAMES.get(name, name)
     if name not in BACKENDS:
         known = ", ".join((*BACKENDS, *VLLM_NAMES))

@@ -106,17 +106,19 @@ def _replay(build: Build, heads: Heads, qkv: Tensor) -> Tensor:
     layout, other = _layout(LENGTHS, qkv.device), _layout(REPLAYED, qkv.device)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        build(layout, heads)(qkv.clone())
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            out = build(layout, heads)(qkv)
-        layout.cu_seqlens.copy_(other.cu_seqlens)
-        layout.num_patches.copy_(other.num_patches)
-        out.fill_(float("nan"))
-        graph.replay()
-        result = out.clone()
-    torch.cuda.current_stream().wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            build(layout, heads)(qkv.clone())
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                out = build(layout, heads)(qkv)
+            layout.cu_seqlens.copy_(other.cu_seqlens)
+            layout.num_patches.copy_(other.num_patches)
+            out.fill_(float("nan"))
+            graph.replay()
+            result = out.clone()
+    finally:  # also where a library raised: what it launched may still write
+        torch.cuda.current_stream().wait_stream(stream)
     stream.synchronize()
     return result
 

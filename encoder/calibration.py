@@ -1,7 +1,7 @@
 """Choose how one capacity is computed by measuring, once, before its graph is captured.
 
 Providers that read the number of rows on the device cost what the rows cost; cuBLAS always computes
-the whole capacity. Budgets come in steps of two, so a replay fills half of its budget or more: a
+the whole capacity. Where budgets are powers of two, a replay fills half of its budget or more: a
 layer is timed with half of the rows and with all of them, and the smaller sum wins.
 """
 
@@ -65,8 +65,8 @@ def _time_layer(
     providers = linear_providers(encoder.device, dtype, rows, *weight.shape)
     if len(providers) == 1:
         return {providers[0]: 0.0}
-    x = torch.randn(rows, weight.shape[1], device=encoder.device, dtype=dtype)
-    out = torch.randn(rows, weight.shape[0], device=encoder.device, dtype=encoder.dtype)
+    x = _random(encoder, dtype, rows, weight.shape[1])
+    out = _random(encoder, encoder.dtype, rows, weight.shape[0])
     num_rows = torch.empty(1, dtype=torch.int32, device=encoder.device)
     times: dict[Provider, float] = {}
     for provider in providers:
@@ -107,8 +107,7 @@ def _time_attention(
     """Microseconds of each backend that serves: one item that fills the capacity, and items of
     512x512. And why the others were left out: a library may raise whatever it likes."""
     config, merge = encoder.config, encoder.config.spatial_merge_size
-    shape = num_patches, 3, config.num_heads, config.head_dim
-    qkv = torch.randn(shape, device=encoder.device, dtype=encoder.dtype)
+    qkv = _random(encoder, encoder.dtype, num_patches, 3, config.num_heads, config.head_dim)
     short = max(min(TYPICAL_SEQUENCE, num_patches), num_patches // max_sequences)
     grids = [[[1, merge, num_patches // merge]], [[num_patches // short, merge, short // merge]]]
     layouts = [
@@ -140,6 +139,12 @@ def _time_attention(
             times.pop(name, None)
             left_out[name] = describe(error)
     return times, left_out
+
+
+def _random(encoder: "Qwen3VLVisionEncoder", dtype: torch.dtype, *shape: int) -> Tensor:
+    """From a generator of its own: the caller's stays as it is."""
+    rng = torch.Generator(encoder.device).manual_seed(0)
+    return torch.randn(shape, generator=rng, device=encoder.device, dtype=dtype)
 
 
 def _microseconds(

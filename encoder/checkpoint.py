@@ -52,32 +52,36 @@ class Checkpoint:
         except SafetensorError as error:
             raise ValueError(f"{self.name}: {filename} is no safetensors file: {error}") from None
 
+    def json(self, filename: str) -> dict[str, Any] | None:
+        """The object in a JSON file; None where there is no such file."""
+        try:
+            content = json.loads(self.fetch(filename).read_text())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {filename} is no JSON: {error}") from None
+        if not isinstance(content, dict):
+            raise ValueError(f"{self.name}: {filename} is no JSON object but {content!r:.50}")
+        return content
+
     def processor_settings(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """Settings of the image and of the video processor, where there are any."""
 
-        def read(filename: str) -> dict[str, Any]:
-            try:
-                return json.loads(self.fetch(filename).read_text())
-            except FileNotFoundError:
-                return {}
-
         # transformers 5 writes one file for all processors
-        together = read("processor_config.json")
-        image = read("preprocessor_config.json") or together.get("image_processor")
-        video = read("video_preprocessor_config.json") or together.get("video_processor")
+        together = self.json("processor_config.json") or {}
+        image = self.json("preprocessor_config.json") or together.get("image_processor")
+        video = self.json("video_preprocessor_config.json") or together.get("video_processor")
         return image, video
 
     def weight_map(self) -> dict[str, str]:
         """Tensor name -> file name, of every tensor of the checkpoint."""
-        try:
-            weight_map = json.loads(self.fetch(INDEX).read_text())["weight_map"]
-            if not all(_is_plain(file) for file in weight_map.values()):
-                raise ValueError("it names a file outside the checkpoint")
+        if (index := self.json(INDEX)) is not None:
+            weight_map = index.get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise ValueError(f"{self.name}: {INDEX} has no weight_map")
+            if not all(map(_is_plain, weight_map.values())):
+                raise ValueError(f"{self.name}: {INDEX} names a file outside the checkpoint")
             return weight_map
-        except FileNotFoundError:
-            pass
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{self.name}: {INDEX} cannot be read: {error!r}") from None
         try:
             self.fetch(SINGLE)
         except FileNotFoundError:

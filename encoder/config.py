@@ -1,6 +1,5 @@
 """Geometry of a Qwen3-VL vision tower, read from a Hugging Face config.json."""
 
-import json
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -51,6 +50,8 @@ class VisionConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} {value!r} is no positive integer")
         levels = self.deepstack_visual_indexes
+        if not all(isinstance(level, int) for level in levels):
+            raise ValueError(f"deepstack_visual_indexes {list(levels)} are no integers")
         if any(a >= b for a, b in pairwise(levels)):
             raise ValueError(f"deepstack_visual_indexes {list(levels)} must ascend")
         if self.hidden_size % self.num_heads or self.head_dim % 4:
@@ -97,7 +98,10 @@ class VisionConfig:
         if missing:
             raise ValueError(f"this is no Qwen3-VL vision config: it lacks {', '.join(missing)}")
         known = {f.name: vision[f.name] for f in fields(cls) if vision.get(f.name) is not None}
-        known["deepstack_visual_indexes"] = tuple(vision.get("deepstack_visual_indexes") or ())
+        levels = vision.get("deepstack_visual_indexes") or ()
+        if not isinstance(levels, list | tuple):
+            raise ValueError(f"deepstack_visual_indexes {levels!r} is no list")
+        known["deepstack_visual_indexes"] = tuple(levels)
         if theta := (vision.get("rope_parameters") or {}).get("rope_theta"):
             known["rope_theta"] = float(theta)
         return cls(**known)
@@ -105,8 +109,9 @@ class VisionConfig:
     @classmethod
     def from_pretrained(cls, model: str | Path, revision: str | None = None) -> "VisionConfig":
         """Read config.json of a local directory or a hub repository."""
-        path = open_checkpoint(model, revision).file("config.json")
-        return cls.from_dict(json.loads(path.read_text()))
+        checkpoint = open_checkpoint(model, revision)
+        checkpoint.file("config.json")  # or a ValueError
+        return cls.from_dict(checkpoint.json("config.json"))
 
 
 _LARGE = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304}

@@ -170,7 +170,9 @@ class EncoderCudaGraphMixin:
     def make_encoder_inputs(self, grids: list[Grid]) -> dict[str, Any]:
         """A batch of random images, to measure with."""
         patches = sum(t * h * w for t, h, w in grids)
-        pixels = torch.randn(patches, self.config.patch_width, device=self.device)
+        rng = torch.Generator(self.device).manual_seed(0)  # the caller's stays as it is
+        shape = patches, self.config.patch_width
+        pixels = torch.randn(shape, generator=rng, device=self.device)
         if self.pixel_dtype == torch.uint8:
             pixels = pixels.mul_(64).add_(128).clamp_(0, 255)
         return {"pixel_values": pixels.to(self.pixel_dtype), "image_grid_thw": list(grids)}

@@ -137,8 +137,9 @@ def check_pixels(pixel_values: Any, grids: Grids, patch_width: int) -> Tensor:
             )
         start += patches
     if start != pixels.shape[0]:
+        last = f" (the last is item {len(grids) - 1})" if grids else ""
         raise ValueError(
-            f"pixel_values has {pixels.shape[0]} rows, the grids of {len(grids)} items (the last "
-            f"is item {len(grids) - 1}) describe {start}"
+            f"pixel_values has {pixels.shape[0]} rows, the grids of {len(grids)} items{last} "
+            f"describe {start}"
         )
     return pixels

@@ -31,11 +31,12 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
 
     Args:
         config: geometry.
-        device, dtype: of the parameters; dtype is float32, bfloat16 or float16.
+        device, dtype: of the parameters; dtype is float32, bfloat16, float16 or, with torch
+            operations, float64.
         attention: "auto" or a backend of `vitgraph.encoder.attention`, by our name or vLLM's.
         ops: "triton" kernels, plain "torch" operations, or "auto": Triton on a GPU.
-        pixel_dtype: what graphs are captured for: None for `dtype`, or torch.uint8 for patches that
-            are normalised on load; the eager forward takes both.
+        pixel_dtype: what a manager takes and captures for: None for `dtype`, or torch.uint8 for
+            patches that are normalised on load; the encoder itself takes both.
 
     Weights are whatever the memory held until something fills them: `from_pretrained`,
     `from_transformers` and `random` do, or `load_state_dict`.
@@ -81,9 +82,9 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         device, (attention, ops) = self.device, self._requested
         if device.type == "meta" or self._settled_for == (device, self.dtype):
             return
-        frequencies = rotary_frequencies(self.config.head_dim, self.config.rope_theta, device)
-        self.register_buffer("frequencies", frequencies, persistent=False)
-        self.ops = resolve_operations(ops, device)
+        # No buffer: .to(dtype) would round it.
+        self.frequencies = rotary_frequencies(self.config.head_dim, self.config.rope_theta, device)
+        self.ops = resolve_operations(ops, device, self.dtype)
         self.plan = Plan(resolve_backend(attention, self.heads, device))
         self.auto_attention = attention == "auto"
         self.plans: dict[int, Plan] = {}

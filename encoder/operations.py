@@ -72,18 +72,21 @@ TRITON = Operations(
 )
 
 
-def resolve_operations(name: str, device: torch.device) -> Operations:
-    """Choose for "auto": Triton on a GPU, plain torch elsewhere.
+def resolve_operations(name: str, device: torch.device, dtype: torch.dtype) -> Operations:
+    """Choose for "auto": Triton on a GPU, plain torch elsewhere and for float64.
 
     Raises:
-        ValueError: an unknown name, or Triton kernels on a CPU without their interpreter.
+        ValueError: an unknown name, or Triton kernels for float64 or on a CPU without their
+            interpreter.
     """
     if name == "auto":
-        name = "triton" if device.type == "cuda" else "torch"
+        name = "triton" if device.type == "cuda" and dtype != torch.float64 else "torch"
     if name == "torch":
         return TORCH
     if name != "triton":
         raise ValueError(f"ops {name!r} is none of auto, triton, torch")
+    if dtype == torch.float64:
+        raise ValueError("ops 'triton' has no kernels for torch.float64; ops 'torch' has")
     if device.type != "cuda" and not is_interpreted():
         raise ValueError(
             f"ops 'triton' needs a GPU, not {device.type}; set TRITON_INTERPRET=1 to interpret"

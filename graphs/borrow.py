@@ -23,16 +23,17 @@ class BorrowedTensor(Tensor):
     def __torch_function__(
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Check every borrowed argument, then run on plain tensors."""
-        for tensor in _borrowed((args, kwargs)):
-            is_current = tensor.__dict__.get("is_current")
-            if is_current is not None and not is_current():
-                raise RuntimeError(
-                    "this output was borrowed and a later execute() has overwritten it; clone it "
-                    "before the next call, or do not borrow"
-                )
+        """Check every borrowed argument, run on plain tensors, and lend on what shares their
+        memory."""
+        lent = [tensor for tensor in _borrowed((args, kwargs)) if "is_current" in vars(tensor)]
+        if not all(tensor.is_current() for tensor in lent):
+            raise RuntimeError(
+                "this output was borrowed and a later execute() has overwritten it; clone it "
+                "before the next call, or do not borrow"
+            )
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            return _lend_views(result, lent[0]) if lent else result
 
 
 def _borrowed(value: Any) -> list[BorrowedTensor]:
@@ -43,3 +44,14 @@ def _borrowed(value: Any) -> list[BorrowedTensor]:
     if isinstance(value, list | tuple):
         return [tensor for entry in value for tensor in _borrowed(entry)]
     return []
+
+
+def _lend_views(value: Any, owner: BorrowedTensor) -> Any:
+    """`value` with the tensors in the memory of `owner` lent as that is."""
+    if type(value) in (list, tuple):
+        return type(value)(_lend_views(entry, owner) for entry in value)
+    if not isinstance(value, Tensor) or value is owner:
+        return value
+    if value.untyped_storage().data_ptr() != owner.untyped_storage().data_ptr():
+        return value
+    return BorrowedTensor.lend(value, owner.is_current)

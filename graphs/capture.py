@@ -71,7 +71,7 @@ class BudgetGraphs:
         self._tensor_names: list[str] = []
         self._module_dicts: list[dict[str, nn.Module]] = []
         self._module_names: list[str] = []
-        self._last_use: torch.cuda.Event | None = None
+        self._last_stream: torch.cuda.Stream | None = None
 
     def capture(self, budgets: Sequence[int], stream: torch.cuda.Stream | None) -> None:
         """Capture `budgets` on `stream` (None on the CPU), largest first. One that does not fit the
@@ -181,19 +181,18 @@ class BudgetGraphs:
 
     @contextmanager
     def _after_last_use(self) -> Iterator[None]:
-        """Order this use of the static buffers after the last one, whatever stream that was on."""
+        """Order this use of the static buffers after the last one, whatever stream that was on,
+        and after what was queued there since: reads of a borrowed output, say."""
         if self.device.type != "cuda":
             yield
             return
         stream = torch.cuda.current_stream(self.device)
-        if self._last_use is None:
-            self._last_use = torch.cuda.Event()
-        else:
-            stream.wait_event(self._last_use)
+        if self._last_stream not in (None, stream):
+            stream.wait_stream(self._last_stream)
         try:
             yield
         finally:
-            self._last_use.record(stream)
+            self._last_stream = stream
 
     def _capture(
         self, budget: int, pool: Any, stream: torch.cuda.Stream | None

@@ -1,6 +1,7 @@
 """`vitgraph encode`: files in, a table and a safetensors file out."""
 
 import argparse
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,11 +87,13 @@ def encode_files(args: argparse.Namespace, console: Console, errors: Console) ->
 def choose(args: argparse.Namespace) -> tuple[torch.device, torch.dtype, str]:
     """Device, dtype and geometry: as asked for, or what suits the machine."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if not device.startswith(("cuda", "cpu")):
-        raise ValueError(f"--device {device} is neither cuda nor cpu")
-    on_gpu = device.startswith("cuda")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ValueError(f"--device {device} is neither cpu, cuda nor, say, cuda:0")
+    on_gpu = device != "cpu"
     if on_gpu and not torch.cuda.is_available():
         raise ValueError(f"--device {device}: torch sees no CUDA GPU")
+    if on_gpu and (torch.device(device).index or 0) >= (count := torch.cuda.device_count()):
+        raise ValueError(f"--device {device}: torch sees {count} GPUs")
     dtype = getattr(torch, args.dtype or ("bfloat16" if on_gpu else "float32"))
     return torch.device(device), dtype, args.geometry or ("8b" if on_gpu else "2b")
 

@@ -168,6 +168,7 @@ class EncoderCudaGraphManager:
 
     def _settle_costs(self) -> None:
         """Measure the cost model, or keep of a given one what was captured."""
+        self.cost_model = None
         if isinstance(self.packing, CostModel):
             self.cost_model = self.packing.restricted_to(self.limits.budgets)
         elif self.packing == "cost" and self.device.type != "cuda":
@@ -177,7 +178,6 @@ class EncoderCudaGraphManager:
             try:
                 self.cost_model = measure_costs(self._time, self.limits, merge_size=merge_size)
             except torch.OutOfMemoryError as error:
-                self.cost_model = None
                 logger.warning("packing is greedy: no memory to measure the costs (%s)", error)
 
     def clear(self) -> None:
@@ -229,7 +229,8 @@ class EncoderCudaGraphManager:
         Args:
             mm_kwargs: keyword inputs, e.g. {"pixel_values": [patches, 1536], "image_grid_thw":
                 [items, 3]}, {"pixel_values_videos": ..., "video_grid_thw": ...}, or both: then the
-                images come first.
+                images come first. Pinned host memory must stay as it is until the outputs are
+                there.
             borrow: return views of the static output buffer where one replay serves the whole
                 batch; they hold until the next `execute`. Otherwise outputs are the caller's own.
 

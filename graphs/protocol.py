@@ -27,10 +27,17 @@ __all__ = [
 class SupportsEncoderCudaGraph(Protocol):
     """Ten methods. `isinstance` checks that they exist.
 
-    Two more are used where the model has them: `check_encoder_inputs(mm_kwargs) -> mm_kwargs`
-        validates a
-    batch once before anything else, and `get_encoder_cudagraph_per_item_sequences(mm_kwargs) ->
-    list[int]` tells the attention sequences of each item (one each otherwise).
+    More is used where the model has it:
+
+    device, dtype                                   of the static buffers
+    check_encoder_inputs(mm_kwargs) -> mm_kwargs    validates a batch, before anything else
+    get_encoder_cudagraph_per_item_sequences(mm_kwargs) -> list[int]
+                                                    attention sequences, otherwise one an item
+    get_encoder_cudagraph_per_item_squares(mm_kwargs) -> list[int]
+                                                    their squared lengths, to predict costs with
+    make_encoder_inputs(grids) -> mm_kwargs         a batch to measure costs with
+    warm_up_encoder_eager()                         compiles what a miss needs
+    estimate_encoder_memory(budget) -> int          bytes of a captured budget
     """
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:

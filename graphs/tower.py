@@ -83,7 +83,9 @@ class VisionTower(nn.Module):
         batch = {"pixel_values": hidden_states, "image_grid_thw": grid_thw}
         per_item = self.vitgraph.manager.execute(batch)
         if not per_item:
-            per_item = [hidden_states.new_empty(0, self.vitgraph.encoder.config.output_width)]
+            encoder = self.vitgraph.encoder
+            shape = 0, encoder.config.output_width
+            per_item = [torch.empty(shape, dtype=encoder.dtype, device=encoder.device)]
         rows = per_item[0] if len(per_item) == 1 else torch.cat(per_item)
         merged, *levels = rows.split(self.config.out_hidden_size, dim=1)
         return BaseModelOutputWithDeepstackFeatures(pooler_output=merged, deepstack_features=levels)
@@ -145,6 +147,8 @@ def _check_plain(tower: nn.Module) -> None:
     for name, module in tower.named_modules():
         if module._forward_hooks or module._forward_pre_hooks:
             raise ValueError(f"the tower's {name or 'forward'} has hooks, which would not run")
+        if "forward" in vars(module):  # as accelerate's offloading does it
+            raise ValueError(f"the tower's {name or 'forward'} is wrapped, which would not run")
         if not type(module).__module__.startswith(("torch.nn.modules.", "transformers.")):
             raise ValueError(f"the tower's {name} is a {type(module).__name__}; is it an adapter?")
     for name, parameter in tower.named_parameters():

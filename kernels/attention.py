@@ -21,10 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from vitgraph.kernels.attention_tiles import AttentionTiles, attention_tiles
-from vitgraph.kernels.launch import capability_of, num_multiprocessors
+from vitgraph.kernels.launch import capability_of, hopper_tier_unavailable, num_multiprocessors
 
 if TYPE_CHECKING:
     from vitgraph.kernels.attention_sm90 import AttentionSm90Config
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def attention_reference(
@@ -204,6 +206,8 @@ def attention_config(
         return AttentionConfig(32, 32)
     if dtype == torch.float32:
         return AttentionConfig(32, 32, num_warps=8, num_stages=2)
+    if hopper_tier_unavailable(device):
+        return AttentionConfig(64, 64)
     from vitgraph.kernels.attention_sm90 import attention_sm90_config
 
     config = attention_sm90_config(num_patches, num_sequences, head_dim, device)
@@ -224,14 +228,28 @@ def attention(
         cu_seqlens: int32 [S + 1] on the device of `qkv`, never falling.
         tiles: the table of `attention_tiles` for these offsets, built here if None.
         out: where to store, contiguous [P, H * D].
+
+    Raises:
+        ValueError: shapes, strides or dtypes do not fit.
     """
     num_patches, parts, num_heads, head_dim = qkv.shape
     if parts != 3 or not qkv.is_contiguous():
         raise ValueError(f"qkv must be contiguous [P, 3, H, D], got {tuple(qkv.shape)}")
     if head_dim < 16 or head_dim % 8:
         raise ValueError(f"head_dim must be a multiple of 8 from 16 on, got {head_dim}")
+    if qkv.dtype not in DTYPES or cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
+        raise ValueError(
+            f"qkv is {qkv.dtype}, none of {', '.join(map(str, DTYPES))}, or cu_seqlens, "
+            f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}, is not int32 [S + 1]"
+        )
+    shape = num_patches, num_heads * head_dim
     if out is None:
-        out = qkv.new_empty(num_patches, num_heads * head_dim)
+        out = qkv.new_empty(shape)
+    if tuple(out.shape) != shape or out.dtype != qkv.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"out must be contiguous {qkv.dtype} {shape}, got {out.dtype} {tuple(out.shape)} with "
+            f"strides {out.stride()}"
+        )
     if num_patches == 0:
         return out
     if tiles is None:

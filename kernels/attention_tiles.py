@@ -205,7 +205,7 @@ def attention_tiles(
     max_sequences = cu_seqlens.shape[0] - 1
     programs = num_multiprocessors(cu_seqlens.device)
     max_parts = 2 * programs if config.can_split else 0
-    counters = max_parts * config.block_m // 64  # one for every warpgroup of a part
+    counters = max_parts * config.block_m // 64  # enough for every warpgroup of a part
     items = (num_patches // config.block_m + max_sequences) * num_heads
     table = cu_seqlens.new_empty(items + max_parts + 1, 8)
     state = cu_seqlens.new_empty(2 + counters)
@@ -214,7 +214,8 @@ def attention_tiles(
         partials = state.new_empty(max_parts * config.block_m, 96, dtype=torch.float32)
     attention_tiles_kernel[(min(max(max_sequences, 1), 2 * programs),)](
         cu_seqlens, num_sequences, table, state, max_sequences,
-        HEADS=num_heads, BLOCK_M=config.block_m, BLOCK_N=config.block_n, PROGRAMS=programs,
+        HEADS=num_heads, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        PROGRAMS=programs if config.can_split else 0,  # else one binary serves all GPUs of a kind
         MAX_PARTS=max_parts, COUNTERS=counters, BLOCK_S=128, BLOCK_U=512, num_warps=4,
     )  # fmt: skip
     return AttentionTiles(config, table, state, partials)

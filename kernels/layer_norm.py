@@ -65,10 +65,20 @@ def layer_norm(
     eps: float = 1e-6,
     num_rows: Tensor | None = None,
 ) -> Tensor:
-    """`layer_norm_reference` as one kernel, C up to 8192. Returns a new contiguous [P, C]."""
+    """`layer_norm_reference` as one kernel, C up to 8192. Returns a new contiguous [P, C].
+
+    Raises:
+        ValueError: shapes or strides do not fit, or C is too wide.
+    """
     max_rows, width = x.shape
     if width > MAX_WIDTH:
         raise ValueError(f"layer_norm: width {width} is above {MAX_WIDTH}")
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if tuple(vector.shape) != (width,) or not vector.is_contiguous():
+            raise ValueError(
+                f"layer_norm: {name} has shape {tuple(vector.shape)} and strides "
+                f"{vector.stride()}, expected contiguous ({width},)"
+            )
     if x.stride(1) != 1:
         raise ValueError(f"layer_norm: values of a row must be adjacent, stride is {x.stride(1)}")
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -18,9 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 256  # patches, and sequences, of one program
-
-
-MAX_SLOTS = 1024
+MAX_SLOTS = 1024  # each program holds all of them; above, the reference serves
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,9 @@ def _check(x: Tensor, weight: Tensor, normalized: bool, **optional: Tensor | Non
     for name, tensor in {"x": x, **optional}.items():
         if tensor is None:
             continue
+        dtype = {"x": x.dtype, "num_rows": torch.int32}.get(name, weight.dtype)
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, expected {dtype}")
         shape = expected.get(name, (rows, in_features if name == "x" else out_features))
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")

@@ -30,7 +30,9 @@ class PixelNormalization(NamedTuple):
 
     def normalize(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """(x / 255 - mean) / std for each channel of uint8 patches [P, K], rounded once."""
-        mean, std = (torch.tensor(v, device=x.device)[:, None] for v in self)
+        # Filled, not copied: a copy from the host waits for the device.
+        mean, std = (torch.stack([x.new_full((1,), value, dtype=torch.float32) for value in values])
+                     for values in self)  # fmt: skip
         pixels = x.unflatten(1, (3, -1)).float() / 255
         return ((pixels - mean) / std).flatten(1).to(dtype)
 

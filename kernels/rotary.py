@@ -3,8 +3,7 @@
 With D values a head there are D/4 frequencies theta^(-4j/D). The angles of a patch are [row * f,
 col * f], D/2 in all, and value i is rotated with value i + D/2 (rotate-half over the whole head).
 All layers turn by the same angles, so their cosines and sines are computed once a forward, in
-float32. Source: transformers' Qwen3VLVisionModel (axial rotary, theta
-10000).
+float32. Source: transformers' Qwen3VLVisionModel (axial rotary, theta 10000).
 """
 
 import torch
@@ -82,7 +81,13 @@ def rotary_table(
     frequencies: Tensor,  # [D / 4]
     num_rows: Tensor | None = None,
 ) -> Tensor:
-    """`rotary_table_reference` as one kernel."""
+    """`rotary_table_reference` as one kernel.
+
+    Raises:
+        ValueError: shapes, strides or dtypes do not fit.
+    """
+    if coords.ndim != 2 or coords.shape[1] != 4 or not coords.is_contiguous():
+        raise ValueError(f"rotary: coords must be contiguous [P, 4], got {tuple(coords.shape)}")
     if frequencies.dtype != torch.float32 or frequencies.ndim != 1:
         raise ValueError(
             f"rotary: frequencies are {frequencies.dtype} {tuple(frequencies.shape)}, not float32 "
@@ -168,7 +173,11 @@ def rotary(
     table: Tensor,  # [P, 2, D / 2]
     num_rows: Tensor | None = None,
 ) -> Tensor:
-    """`rotary_reference` as one kernel, in place; returns `qkv`."""
+    """`rotary_reference` as one kernel, in place; returns `qkv`.
+
+    Raises:
+        ValueError: shapes, strides or dtypes do not fit.
+    """
     max_rows, _, num_heads, head_dim = qkv.shape
     if qkv.stride()[1:] != (num_heads * head_dim, head_dim, 1):
         raise ValueError(f"rotary: q, k and v of a patch must be packed, strides {qkv.stride()}")

@@ -144,8 +144,9 @@ def test_estimate_grows_with_the_budget(tower) -> None:
 def test_borrowed_outputs_that_were_overwritten_raise_in_debug_mode(tower, make_batch) -> None:
     manager = captured(tower, debug=True)
     (borrowed,) = manager.execute(make_batch([(1, 4, 4)]), borrow=True)
-    kept = borrowed.clone()
-    assert type(kept) is torch.Tensor
+    kept, view, parts = borrowed.clone(), borrowed[:, :8], borrowed.split(2)
+    assert type(kept) is torch.Tensor and torch.equal(view, kept[:, :8])
+    view[0, 0] += 0  # in place
     assert torch.equal(borrowed, kept)
     manager.execute(make_batch([(1, 4, 4)]))
     for use in (
@@ -153,6 +154,8 @@ def test_borrowed_outputs_that_were_overwritten_raise_in_debug_mode(tower, make_
         borrowed.clone,
         lambda: borrowed + 1,
         lambda: torch.stack([borrowed]),
+        view.sum,
+        lambda: parts[0] + 1,
     ):
         with pytest.raises(RuntimeError, match="was borrowed and a later execute"):
             use()

@@ -151,11 +151,14 @@ def test_an_index_stays_inside_the_checkpoint(file, tools, tmp_path) -> None:
         Qwen3VLVisionEncoder.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", "{"])
-def test_a_broken_index_is_named(content, tools, tmp_path) -> None:
+@pytest.mark.parametrize(
+    "content, problem",
+    [("{}", "has no weight_map"), ("[]", "is no JSON obj"), ("{", "is no JSON:")],
+)
+def test_a_broken_index_is_named(content, problem, tools, tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tools.tiny))
     (tmp_path / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(ValueError, match=r"index\.json cannot be read"):
+    with pytest.raises(ValueError, match=rf"index\.json {problem}"):
         Qwen3VLVisionEncoder.from_pretrained(tmp_path)
 
 
@@ -181,3 +184,10 @@ def test_other_layouts_and_dtypes_are_refused(tower, tools, tmp_path) -> None:
         "merger.norm.bias has dtype I32",
     ):
         assert problem in str(error.value)
+
+
+@pytest.mark.parametrize("content, problem", [("[]", "is no JSON object"), ("{", "is no JSON:")])
+def test_a_broken_config_is_named(content, problem, tmp_path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"config\.json {problem}"):
+        Qwen3VLVisionEncoder.from_pretrained(tmp_path)

@@ -88,6 +88,9 @@ def test_mistakes_exit_with_2(arguments, message, capsys) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_cuda_without_a_gpu(capsys) -> None:
+    for device in ("cpux", "cpu:x", "cuda:", "tpu"):
+        assert main(["encode", CAT, "--device", device]) == 2
+        assert f"--device {device} is neither cpu, cuda" in capsys.readouterr().err
     assert main(["encode", CAT, "--device", "cuda"]) == 2
     assert "torch sees no CUDA GPU" in capsys.readouterr().err
 

@@ -90,3 +90,11 @@ def test_refuses_a_row_too_wide(rng):
     x, weight, bias = inputs(rng, 1, 8193, torch.float32)
     with pytest.raises(ValueError, match="8193"):
         layer_norm(x, weight, bias)
+
+
+def test_refuses_weights_that_do_not_fit(rng):
+    x, weight, bias = inputs(rng, 2, 128, torch.float32)
+    with pytest.raises(ValueError, match=r"weight has shape \(4,\) .*\(128,\)"):
+        layer_norm(x, weight[:4], bias)
+    with pytest.raises(ValueError, match=r"bias has shape \(128,\) and strides \(2,\)"):
+        layer_norm(x, weight, bias.repeat_interleave(2)[::2])

@@ -204,6 +204,12 @@ def test_refuses_what_does_not_fit(rng):
         linear(x.half(), weight)
     with pytest.raises(ValueError, match="contiguous"):
         linear(x, torch.empty(16, 32).t())
+    with pytest.raises(ValueError, match=r"bias is torch\.float16, expected torch\.float32"):
+        linear(x, weight, bias.half())
+    with pytest.raises(ValueError, match=r"out is torch\.float16, expected torch\.float32"):
+        linear(x, weight, out=torch.empty(4, 32, dtype=torch.float16))
+    with pytest.raises(ValueError, match=r"num_rows is torch\.int64, expected torch\.int32"):
+        linear(x, weight, num_rows=torch.tensor([4]))
 
 
 @pytest.mark.gpu

@@ -413,6 +413,7 @@ def test_costs_are_not_measured_on_a_cpu(encoder, batch) -> None:
     manager = EncoderCudaGraphManager(
         encoder, CompilationConfig(True, (64, 512), 8), packing="cost"
     )
+    manager.cost_model = "that of an earlier capture"
     manager.capture()
     manager.execute(batch([(1, 16, 16)]))
     if encoder.device.type == "cpu":

@@ -123,6 +123,18 @@ def test_choices_follow_the_parameters(tools, reference) -> None:
     half = encoder.bfloat16()
     assert half.pixel_dtype == torch.bfloat16 and half.frequencies.dtype == torch.float32
     assert half(pixels, [(1, 4, 4)]).dtype == torch.bfloat16
+    once = half(pixels, [(1, 4, 4)])
+    again = half.to(torch.bfloat16).bfloat16()
+    assert again.frequencies.dtype == torch.float32
+    assert torch.equal(again(pixels, [(1, 4, 4)]), once)
+
+
+def test_weights_may_be_dropped_and_loaded_again(tools, reference) -> None:
+    encoder = Qwen3VLVisionEncoder.from_transformers(tools.make_reference())
+    pixels, weights = torch.randn(16, 1536), encoder.state_dict()
+    expected = encoder(pixels, [(1, 4, 4)])
+    encoder.to("meta").to_empty(device="cpu").load_state_dict(weights)
+    assert torch.equal(encoder(pixels, [(1, 4, 4)]), expected)
 
 
 @pytest.mark.gpu

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
+from vitgraph.encoder.attention import resolve_backend
+from vitgraph.encoder.attention_trial import Heads
 from vitgraph.encoder.operations import resolve_operations
 from vitgraph.kernels.launch import is_interpreted
 
@@ -74,14 +76,19 @@ def test_uint8_patches(ops, device) -> None:
 
 
 def test_the_switch() -> None:
-    assert resolve_operations("auto", torch.device("cpu")).name == "torch"
-    assert resolve_operations("auto", torch.device("cuda")).name == "triton"
-    assert resolve_operations("torch", torch.device("cuda")).name == "torch"
+    half, cpu, gpu = torch.float16, torch.device("cpu"), torch.device("cuda")
+    assert resolve_operations("auto", cpu, half).name == "torch"
+    assert resolve_operations("auto", gpu, half).name == "triton"
+    assert resolve_operations("torch", gpu, half).name == "torch"
+    assert resolve_operations("auto", gpu, torch.float64).name == "torch"
+    assert resolve_backend("auto", Heads(16, 72, torch.float64), gpu) == "sdpa"
     with pytest.raises(ValueError, match="ops 'fast' is none of auto, triton, torch"):
-        resolve_operations("fast", torch.device("cpu"))
+        resolve_operations("fast", cpu, half)
+    with pytest.raises(ValueError, match="ops 'triton' has no kernels for"):
+        resolve_operations("triton", gpu, torch.float64)
 
 
 @pytest.mark.skipif(is_interpreted(), reason="interpreted kernels do run on a CPU")
 def test_triton_on_a_cpu_is_refused() -> None:
     with pytest.raises(ValueError, match="ops 'triton' needs a GPU"):
-        resolve_operations("triton", torch.device("cpu"))
+        resolve_operations("triton", torch.device("cpu"), torch.float32)

@@ -148,6 +148,13 @@ def test_refuses_a_table_of_another_head_dim(rng):
         rotary(qkv, table)
 
 
+def test_refuses_coordinates_that_are_no_rows_of_four(rng):
+    _, coords, frequencies = inputs(rng, [(1, 2, 2)], 2, 64, torch.float32)
+    for wrong in (coords[:, :2].contiguous(), coords.repeat(1, 2)[:, ::2]):
+        with pytest.raises(ValueError, match=r"coords must be contiguous \[P, 4\]"):
+            rotary_table(wrong, frequencies)
+
+
 def test_refuses_frequencies_of_another_dtype(rng):
     _, coords, frequencies = inputs(rng, [(1, 2, 2)], 2, 64, torch.float32)
     with pytest.raises(ValueError, match="float16"):

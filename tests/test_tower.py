@@ -232,13 +232,17 @@ def test_save_and_copy_while_served(tools, tmp_path) -> None:
 
 
 def test_what_is_more_than_a_tower_is_refused(tools) -> None:
-    """An adapter or a hook would be left out without a word."""
+    """An adapter, a hook or a wrapper would be left out without a word."""
     model = make("dense", tools.tiny, "cpu")
     visual = model.model.visual
     hook = visual.blocks[0].register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match=r"the tower's blocks\.0 has hooks"):
         replace_vision_tower(model)
     hook.remove()
+    visual.forward = visual.forward  # as accelerate's hooks do it
+    with pytest.raises(ValueError, match="the tower's forward is wrapped"):
+        replace_vision_tower(model)
+    del visual.forward
 
     class Adapter(torch.nn.Module):
         def __init__(self, layer) -> None:
@@ -251,7 +255,8 @@ def test_what_is_more_than_a_tower_is_refused(tools) -> None:
 
 
 def test_no_images(tools) -> None:
-    model = make("dense", tools.tiny, "cpu")
+    model = make("dense", tools.tiny, "cpu").bfloat16()
     replace_vision_tower(model)
     output = model.model.visual(torch.empty(0, 1536), torch.empty(0, 3, dtype=torch.int64))
     assert output.pooler_output.shape == (0, tools.tiny["out_hidden_size"])
+    assert output.pooler_output.dtype == torch.bfloat16

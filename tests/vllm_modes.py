@@ -136,6 +136,17 @@ def test_weights_that_move(shared, caplog) -> None:
     assert replays(manager) == hits + 1  # of nothing
     model.vitgraph.capture_buffers(64, ITEMS, 64, torch.device("cpu"))
     assert model.vitgraph.why_not_replayable(pixels, [(1, 4, 4)]) is None
+    # gone for a while, and back elsewhere
+    weight = model.visual.merger.linear_fc2._parameters
+    there, weight["bias"] = weight["bias"], None
+    assert model.vitgraph.why_not_replayable(pixels, [(1, 4, 4)]) is not None
+    weight["bias"] = there
+    assert model.vitgraph.why_not_replayable(pixels, [(1, 4, 4)]) is None
+    weight["bias"] = None
+    model.vitgraph.refresh()
+    weight["bias"] = torch.nn.Parameter(there.clone(), requires_grad=False)
+    moved = "the weights moved after the graphs were captured"
+    assert model.vitgraph.why_not_replayable(pixels, [(1, 4, 4)]) == moved
 
 
 @pytest.mark.skipif(

@@ -85,4 +85,4 @@ def _kernels() -> str:
     from vitgraph.encoder.operations import resolve_operations
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return f"{resolve_operations('auto', device).name} on {device}"
+    return f"{resolve_operations('auto', device, torch.bfloat16).name} on {device}"

@@ -92,7 +92,7 @@ class SharedEncoder:
                 logger.error("vitgraph: after loading, %s: vLLM's own tower serves", reason)
             self.unshareable, self._encoder = reason, None
             return False
-        self._moved = self._moved or (self.captured and self._encoder is not None)
+        self._moved = self._moved or (self.captured and pointers != self._pointers)
         self._encoder, self._pointers = self._bind(), pointers
         return True
 
