@@ -128,21 +128,14 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         vision_model: nn.Module,
         *,
         attention: str = "auto",
-        ops: OpsName = "auto",
         pixel_dtype: torch.dtype | None = None,
     ) -> "Qwen3VLVisionEncoder":
         """Wrap transformers' `Qwen3VLVisionModel` (or its MoE variant's); the weights are shared,
         not copied."""
         weight = vision_model.patch_embed.proj.weight
         config = VisionConfig.from_dict(vision_model.config.to_dict())
-        encoder = cls(
-            config,
-            device="meta",
-            dtype=weight.dtype,
-            attention=attention,
-            ops=ops,
-            pixel_dtype=pixel_dtype,
-        )
+        options = {"dtype": weight.dtype, "attention": attention, "pixel_dtype": pixel_dtype}
+        encoder = cls(config, device="meta", **options)
         encoder.share_weights(vision_model)
         return encoder
 
@@ -255,18 +248,16 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         rows, coords, provider = layout.num_patches, layout.coords, plan.providers.get
         slices = out.split(config.out_hidden_size, dim=1)
         attend = BACKENDS[plan.attention](layout, self.heads)
-        mlp_providers = (provider("fc1"), provider("fc2"))
 
-        proj = self.patch_embed.proj
+        def linear(name: str, layer: nn.Linear, x: Tensor, **options: Any) -> Tensor:
+            weight, bias = layer.weight, layer.bias
+            return ops.linear(x, weight, bias, num_rows=rows, provider=provider(name), **options)
+
+        def layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+            return ops.layer_norm(x, norm.weight, norm.bias, norm.eps, rows)
+
         normalization = self.normalization if pixels.dtype == torch.uint8 else None
-        x = ops.linear(
-            pixels,
-            proj.weight,
-            proj.bias,
-            num_rows=rows,
-            normalization=normalization,
-            provider=provider("embed"),
-        )
+        x = linear("embed", self.patch_embed.proj, pixels, normalization=normalization)
         ops.position_embedding(x, self.pos_embed.weight, coords, rows)
         table = ops.rotary_table(coords, self.frequencies, rows)
         # qkv and the MLP's activations are never alive together: one allocation serves both.
@@ -277,37 +268,16 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
             for width in (3 * config.hidden_size, config.intermediate_size)
         )
         for depth, block in enumerate(self.blocks):
-            norm, attn = block.norm1, block.attn
-            y = ops.layer_norm(x, norm.weight, norm.bias, norm.eps, rows)
-            qkv, proj = attn.qkv, attn.proj
-            y = ops.linear(
-                y, qkv.weight, qkv.bias, num_rows=rows, out=qkv_buffer, provider=provider("qkv")
-            )
-            y = y.view(-1, 3, config.num_heads, config.head_dim)
-            y = attend(ops.rotary(y, table, rows))
-            x = ops.linear(
-                y,
-                proj.weight,
-                proj.bias,
-                residual=x,
-                num_rows=rows,
-                out=x,
-                provider=provider("proj"),
-            )
-            norm, fc1, fc2 = block.norm2, block.mlp.linear_fc1, block.mlp.linear_fc2
-            y = ops.layer_norm(x, norm.weight, norm.bias, norm.eps, rows)
+            qkv = linear("qkv", block.attn.qkv, layer_norm(block.norm1, x), out=qkv_buffer)
+            qkv = qkv.view(-1, 3, config.num_heads, config.head_dim)
+            y = attend(ops.rotary(qkv, table, rows))
+            x = linear("proj", block.attn.proj, y, residual=x, out=x)
+            y = layer_norm(block.norm2, x)
+            fc1, fc2 = block.mlp.linear_fc1, block.mlp.linear_fc2
             x = ops.mlp(
-                y,
-                fc1.weight,
-                fc1.bias,
-                fc2.weight,
-                fc2.bias,
-                residual=x,
-                num_rows=rows,
-                out=x,
-                inner=inner,
-                providers=mlp_providers,
-            )
+                y, fc1.weight, fc1.bias, fc2.weight, fc2.bias, residual=x, num_rows=rows, out=x,
+                inner=inner, providers=(provider("fc1"), provider("fc2")),
+            )  # fmt: skip
             if depth in config.deepstack_visual_indexes:
                 level = config.deepstack_visual_indexes.index(depth)
                 self._merge(self.deepstack_merger_list[level], x, layout, slices[1 + level], plan)
@@ -317,16 +287,7 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
     def _merge(self, module: Merger, x: Tensor, layout: Layout, out: Tensor, plan: Plan) -> None:
         fc1, fc2 = module.linear_fc1, module.linear_fc2
         self.ops.merger(
-            x,
-            module.norm.weight,
-            module.norm.bias,
-            fc1.weight,
-            fc1.bias,
-            fc2.weight,
-            fc2.bias,
-            eps=module.norm.eps,
-            num_patches=layout.num_patches,
-            num_tokens=layout.num_tokens,
-            out=out,
-            providers=(plan.providers.get("merger_fc1"), plan.providers.get("merger_fc2")),
-        )
+            x, module.norm.weight, module.norm.bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias,
+            eps=module.norm.eps, num_patches=layout.num_patches, num_tokens=layout.num_tokens,
+            out=out, providers=(plan.providers.get("merger_fc1"), plan.providers.get("merger_fc2")),
+        )  # fmt: skip

@@ -34,7 +34,7 @@ def precompile(
     forwards.
 
     Args:
-        arch: "sm_80", "sm_90", "sm_100".
+        arch: one of `ARCHITECTURES`.
         budgets: capacities in tokens.
         max_items: item slots of a replay.
 
@@ -42,8 +42,11 @@ def precompile(
         The kernels with their registers, stack and shared memory.
 
     Raises:
+        ValueError: no budgets, or an architecture that is not known here.
         RuntimeError: kernels are interpreted in this process (TRITON_INTERPRET).
     """
+    if not budgets:
+        raise ValueError("precompile: no budgets to compile for")
     encoder = Qwen3VLVisionEncoder(config, dtype=dtype, ops="torch", pixel_dtype=pixel_dtype)
     encoder.ops = TRITON
     encoder.plan = replace(encoder.plan, attention="triton")

@@ -9,8 +9,7 @@ from rich.table import Table
 from vitgraph.encoder import GEOMETRIES, VisionConfig
 from vitgraph.encoder.precompile import precompile
 from vitgraph.graphs.config import powers_of_two
-
-ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100")
+from vitgraph.kernels.offline import ARCHITECTURES
 
 
 def precompile_command(args: argparse.Namespace, console: Console) -> int:

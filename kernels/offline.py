@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 
 # Shared memory that one program may use, by compute capability (CUDA programming guide).
 MAX_SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+ARCHITECTURES = tuple(f"sm_{capability}" for capability in MAX_SHARED_BYTES)
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,12 @@ def compiling_for(arch: str) -> Iterator[list[CompiledKernel]]:
         the kernels launched so far, each specialisation once, in order of first launch.
 
     Raises:
+        ValueError: `arch` is not one of `ARCHITECTURES`.
         RuntimeError: kernels are interpreted in this process (TRITON_INTERPRET).
         triton.runtime.errors.OutOfResources: (from a launch) more shared memory than `arch` has.
     """
+    if arch not in ARCHITECTURES:
+        raise ValueError(f"{arch!r} is none of {', '.join(ARCHITECTURES)}")
     if triton.knobs.runtime.interpret:
         raise RuntimeError(
             "compiling_for: unset TRITON_INTERPRET, interpreted kernels do not compile"
@@ -66,7 +70,7 @@ class _OfflineDriver:
 
     def __init__(self, arch: str) -> None:
         self.arch = arch
-        self.capability = int(arch.removeprefix("sm_").rstrip("af"))
+        self.capability = int(arch.removeprefix("sm_"))
         self.compiled: list[CompiledKernel] = []
         self.utils = self  # Triton looks for load_binary and get_device_properties there
 

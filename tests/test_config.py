@@ -38,6 +38,7 @@ def test_no_deepstack_levels_is_a_geometry() -> None:
         ({"num_position_embeddings": 2300}, "num_position_embeddings 2300 is no square"),
         ({"deepstack_visual_indexes": (8, 27)}, "deepstack level 27 is outside the depth 27"),
         ({"deepstack_visual_indexes": (8, 8)}, "deepstack_visual_indexes [8, 8] must ascend"),
+        ({"deepstack_visual_indexes": ("8",)}, "deepstack_visual_indexes ['8'] are no integers"),
         ({"deepstack_visual_indexes": (8, 4)}, "deepstack_visual_indexes [8, 4] must ascend"),
         ({"num_heads": 0}, "num_heads 0 is no positive integer"),
         ({"hidden_size": 144.0}, "hidden_size 144.0 is no positive integer"),
@@ -54,3 +55,9 @@ def test_other_configs_are_refused(tmp_path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
     with pytest.raises(ValueError, match="it lacks depth, num_heads"):
         VisionConfig.from_pretrained(tmp_path)
+
+
+def test_levels_that_are_no_list_are_named() -> None:
+    sizes = {"depth": 2, "hidden_size": 64, "num_heads": 1}
+    with pytest.raises(ValueError, match="deepstack_visual_indexes 5 is no list"):
+        VisionConfig.from_dict(sizes | {"deepstack_visual_indexes": 5})

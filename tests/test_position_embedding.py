@@ -14,7 +14,7 @@ GRIDS = {
     "as_large_as_the_table": [(1, 4, 48)],
     "video_and_image": [(2, 2, 4), (1, 4, 6)],
 }
-LARGE = [  # of KNOWN_FAILURES: very wide; and a usual photograph
+LARGE = [  # very wide; and a usual photograph
     pytest.param([(1, 2, 400), (1, 2, 196)], id="very_wide", marks=pytest.mark.gpu),
     pytest.param([(1, 90, 60), (1, 64, 64)], id="photographs", marks=pytest.mark.gpu),
 ]
@@ -48,6 +48,7 @@ def float64(hidden, table, coords):
     "grids", [pytest.param(grids, id=name) for name, grids in GRIDS.items()] + LARGE
 )
 def test_matches_truth(rng, assert_as_exact_as, grids, width, dtype):
+    """KNOWN_FAILURES 15 and 16."""
     hidden, table, coords = inputs(rng, grids, width, dtype)
     truth = float64(hidden, table, coords)
     torch_result = position_embedding_reference(hidden.clone(), table, coords)
