@@ -24,6 +24,7 @@ MIN_LAUNCHES = 10  # a graph; more when there are more buffers
 ROUNDS = 15  # replays of each graph, kernel and baseline alternating
 COLD_BYTES = 256 << 20  # about four times the 50-60 MB of L2 on Hopper
 RESULTS = Path(__file__).parent / "results"
+ORIGIN = "{gpu}, torch {torch}, triton {triton}, commit {commit}, {date}"
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,17 @@ _before = pytest.StashKey[dict]()
 
 def _load(path: Path | None) -> dict:
     """An earlier result, read before anything is measured."""
+    if path is None:
+        return {"rows": []}
     try:
-        return {"rows": []} if path is None else json.loads(path.read_text()) | {"path": path}
-    except (OSError, ValueError) as error:
+        result = json.loads(path.read_text()) | {"path": path}
+        [(row["name"], row["median_us"]) for row in result["rows"]]
+        ORIGIN.format(**result)
+    except OSError as error:
         raise pytest.UsageError(f"--compare {path}: {error}") from None
+    except (ValueError, TypeError, LookupError) as error:
+        raise pytest.UsageError(f"--compare {path}: no result of this ({error!r})") from None
+    return result
 
 
 @pytest.fixture(scope="session")
@@ -255,7 +263,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     summaries = config.stash[_summaries]
     Console(width=160).print(_table(rows, header, before), *(table for table, _ in summaries))
     if before:
-        origin = "{gpu}, torch {torch}, triton {triton}, commit {commit}, {date}".format(**saved)
+        origin = ORIGIN.format(**saved)
         terminalreporter.write_line(f"change against {saved['path']}: {origin}")
     if config.getoption("save"):
         RESULTS.mkdir(exist_ok=True)

@@ -13,7 +13,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from vitgraph.graphs.benchmark.options import require
 from vitgraph.graphs.benchmark.report import header
 from vitgraph.graphs.benchmark.workloads import BUDGETS, MAX_ITEMS, WORKLOADS
 from vitgraph.graphs.data_parallel import DataParallelEncoder
+from vitgraph.graphs.outputs import output_file
 
 BATCHES = ("20 x (1,20,20)", "mix of 7")
 
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--geometry", choices=sorted(GEOMETRIES), default="8b")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--save", type=Path, default=None)
+    parser.add_argument("--save", type=output_file, default=None)
     args = parser.parse_args()
     rank, on_gpu = int(os.environ.get("LOCAL_RANK", 0)), args.device == "cuda"
     gpus = int(os.environ.get("WORLD_SIZE", 1))

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from vitgraph.graphs.benchmark.options import require
 from vitgraph.graphs.benchmark.report import header
+from vitgraph.graphs.outputs import output_file
 
 SECTIONS = (
     "SpeedOfLight",
@@ -47,7 +48,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--libraries", nargs="*", default=["fa3-fwd"])
     parser.add_argument("--csv", type=Path, default=None, help="made by this script")
-    parser.add_argument("--save", type=Path, default=None, help="JSON; the counters go beside it")
+    parser.add_argument(
+        "--save", type=output_file, default=None, help="JSON; the counters go beside it"
+    )
     parser.add_argument("--launch", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.launch:

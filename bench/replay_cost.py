@@ -11,7 +11,6 @@ graph manager too where vLLM is installed.
 import argparse
 import json
 import statistics
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -24,6 +23,7 @@ from vitgraph.graphs.benchmark.report import header
 from vitgraph.graphs.benchmark.systems import Setup, build
 from vitgraph.graphs.benchmark.timing import wall
 from vitgraph.graphs.benchmark.workloads import make_batch
+from vitgraph.graphs.outputs import output_file
 
 CAPACITY = 6144
 Grids = list[tuple[int, int, int]]
@@ -58,7 +58,7 @@ def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--geometry", choices=sorted(GEOMETRIES), default="8b")
-    parser.add_argument("--save", type=Path, default=None)
+    parser.add_argument("--save", type=output_file, default=None)
     args = parser.parse_args()
     require(torch.cuda.is_available(), "a CUDA GPU, and torch sees none")
     encoder = Qwen3VLVisionEncoder.random(

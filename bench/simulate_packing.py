@@ -93,6 +93,11 @@ def samples_of(result: dict) -> list[Sample]:
         samples.append((None, row["tokens"], squares, row["eager_ms"] / 1e3))
         if len(row["budgets"]) == 1 and row["budgets"][0]:
             samples.append((row["budgets"][0], row["tokens"], squares, row["graph_ms"] / 1e3))
+    for budget, tokens, _, seconds in samples:
+        if not 0 < tokens <= (budget or tokens) or not 0 < seconds < math.inf:
+            raise ValueError(f"{tokens} tokens in a budget of {budget} in {seconds} s")
+    if not any(budget for budget, *_ in samples):
+        raise ValueError("no batch was served by one replay")
     return samples
 
 
@@ -302,10 +307,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.requests < 1:
         parser.error(f"--requests {args.requests} must be at least 1")
+    if args.save and args.save.exists() and not args.save.is_dir():
+        parser.error(f"--save {args.save} is a file, name a folder")
     try:
         measured = json.loads(args.measurements.read_text())
-        samples = samples_of(measured)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        samples, gpu = samples_of(measured), measured["gpu"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         parser.error(f"--measurements {args.measurements}: no result of bench encoder ({error!r})")
     mixes = {
         mix: simulate(mix, samples, args.requests)
@@ -314,7 +321,7 @@ def main() -> None:
     result = {
         "date": date.today().isoformat(),
         "measurements": args.measurements.name,
-        "gpu": measured["gpu"],
+        "gpu": gpu,
         "seed": SEED,
         "requests": args.requests * len(mixes),
         "max_items": MAX_ITEMS,

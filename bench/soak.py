@@ -30,6 +30,7 @@ from rich.table import Table
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager
 from vitgraph.graphs.benchmark.report import header
+from vitgraph.graphs.outputs import output_file
 
 CHECK_EVERY = 100
 STALLED = 60  # seconds
@@ -87,9 +88,10 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--geometry", choices=sorted(GEOMETRIES), default="2b")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cuda", "cpu"], default=default)
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop early, and say so")
-    parser.add_argument("--save", type=Path, default=None)
+    parser.add_argument("--save", type=output_file, default=None)
     args = parser.parse_args()
     if min(args.requests, args.threads) < 1 or not args.seconds > 0:
         parser.error("--requests, --threads and --seconds must be positive")
@@ -106,6 +108,7 @@ def main() -> int:
     torch.cuda.empty_cache()
     memories: dict[int | str, dict[str, int]] = {0: memory(device)}
     done, checked, lock, console = 0, 0, threading.Lock(), Console()
+    interrupted = threading.Event()
 
     def serve(worker: int, progress: Progress, task: int) -> None:
         try:
@@ -121,7 +124,7 @@ def main() -> int:
             while True:
                 with lock:
                     late = time.perf_counter() - started > args.seconds
-                    if done >= args.requests or late:
+                    if done >= args.requests or late or interrupted.is_set():
                         return
                     done += 1
                     number = done
@@ -145,11 +148,16 @@ def main() -> int:
     with Progress(console=console) as progress:
         task = progress.add_task("requests", total=args.requests)
         workers = [
-            threading.Thread(target=serve, args=(n, progress, task)) for n in range(args.threads)
+            threading.Thread(target=serve, args=(n, progress, task), daemon=True)
+            for n in range(args.threads)
         ]
         for worker in workers:
             worker.start()
-        join_or_exit(workers, lambda: progress.tasks[0].completed)
+        try:
+            join_or_exit(workers, lambda: progress.tasks[0].completed)
+        except KeyboardInterrupt:  # as if the time was up; once more ends it at once
+            interrupted.set()
+            join_or_exit(workers, lambda: progress.tasks[0].completed)
     seconds = time.perf_counter() - started
     memories["end"] = memory(device)
     # What malloc keeps for later cannot be told apart on a CPU.

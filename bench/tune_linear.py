@@ -17,7 +17,6 @@ import statistics
 import time
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -26,6 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from vitgraph.graphs.benchmark.options import require
+from vitgraph.graphs.outputs import output_file
 from vitgraph.kernels.linear import linear_reference
 from vitgraph.kernels.linear_triton import linear_triton
 from vitgraph.kernels.tiles import LinearConfig, Tile, linear_config
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--layers", nargs="+", default=list(LAYERS), choices=LAYERS)
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="that compile")
-    parser.add_argument("--save", type=Path, default=None, help="all of them, as JSON")
+    parser.add_argument("--save", type=output_file, default=None, help="all of them, as JSON")
     args = parser.parse_args()
     require(torch.cuda.is_available(), "a CUDA GPU, and torch sees none")
     deadline = time.monotonic() + args.seconds

@@ -1,5 +1,6 @@
 """Geometry of a Qwen3-VL vision tower, read from a Hugging Face config.json."""
 
+import math
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -47,8 +48,8 @@ class VisionConfig:
     def __post_init__(self) -> None:
         for name in _SIZES:
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} {value!r} is no positive integer")
+            if type(value) is not int or not 0 < value < 1 << 24:
+                raise ValueError(f"{name} {value!r} is no positive integer below 2**24")
         levels = self.deepstack_visual_indexes
         if not all(isinstance(level, int) for level in levels):
             raise ValueError(f"deepstack_visual_indexes {list(levels)} are no integers")
@@ -67,6 +68,8 @@ class VisionConfig:
         for level in self.deepstack_visual_indexes:
             if not 0 <= level < self.depth:
                 raise ValueError(f"deepstack level {level} is outside the depth {self.depth}")
+        if not isinstance(self.rope_theta, int | float) or not 0 < self.rope_theta < math.inf:
+            raise ValueError(f"rope_theta {self.rope_theta!r} is no positive number")
         if self.hidden_act != "gelu_pytorch_tanh":
             raise ValueError(f"hidden_act {self.hidden_act!r} is not 'gelu_pytorch_tanh'")
 
@@ -94,6 +97,7 @@ class VisionConfig:
     def from_dict(cls, config: dict[str, Any]) -> "VisionConfig":
         """Read the fields of a whole model's config.json or of its `vision_config`."""
         vision = config.get("vision_config", config) if isinstance(config, dict) else {}
+        vision = vision if isinstance(vision, dict) else {}
         missing = [name for name in ("depth", "hidden_size", "num_heads") if name not in vision]
         if missing:
             raise ValueError(f"this is no Qwen3-VL vision config: it lacks {', '.join(missing)}")
@@ -102,8 +106,9 @@ class VisionConfig:
         if not isinstance(levels, list | tuple):
             raise ValueError(f"deepstack_visual_indexes {levels!r} is no list")
         known["deepstack_visual_indexes"] = tuple(levels)
-        if theta := (vision.get("rope_parameters") or {}).get("rope_theta"):
-            known["rope_theta"] = float(theta)
+        rope = vision.get("rope_parameters")
+        if isinstance(rope, dict) and rope.get("rope_theta") is not None:
+            known["rope_theta"] = rope["rope_theta"]
         return cls(**known)
 
     @classmethod

@@ -117,9 +117,8 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         kernel = (encoder.config.in_channels, encoder.config.temporal_patch_size)
         load_vision_weights(encoder, checkpoint, kernel)
         image, _ = checkpoint.processor_settings()
-        if image and "image_mean" in image and "image_std" in image:
-            mean, std = tuple(image["image_mean"]), tuple(image["image_std"])
-            encoder.normalization = PixelNormalization(mean, std)
+        if image and image.get("image_mean") and image.get("image_std"):
+            encoder.normalization = PixelNormalization.of(image["image_mean"], image["image_std"])
         return encoder
 
     @classmethod

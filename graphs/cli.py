@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         errors.print("interrupted", style="red")
         return 130
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # OSError: a full disk, say
         errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
 
@@ -201,13 +201,13 @@ def _precompile(args: argparse.Namespace) -> int:
 
 
 def _stats(args: argparse.Namespace) -> int:
+    from vitgraph.graphs.outputs import check_output
     from vitgraph.graphs.recording import RunRecorder, picture, table
 
+    check_output("--picture", args.picture, [args.file])
     run = RunRecorder.load(args.file)
     console.print(table(run))
     if args.picture:
-        if not args.picture.parent.is_dir():
-            raise ValueError(f"--picture {args.picture}: there is no folder {args.picture.parent}")
         picture(run).savefig(args.picture, dpi=120)
         console.print(f"wrote {args.picture}", markup=False)
     return 0

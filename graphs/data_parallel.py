@@ -72,6 +72,11 @@ class DataParallelEncoder:
         self.width = self.model.get_encoder_cudagraph_config().out_hidden_size
         self._check_group = self._host_group() if check and self.world > 1 else None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the outputs: the model's, which may have changed since a manager was made."""
+        return getattr(self.model, "dtype", None) or self.encoder.dtype
+
     def execute(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
         """Encode a batch that all ranks hold.
 
@@ -98,7 +103,7 @@ class DataParallelEncoder:
             tokens = model.get_encoder_cudagraph_per_item_output_tokens(mm_kwargs)
             ranks, digest = assign(sizes, self.world), FAILED
             own = self._encode(mm_kwargs, ranks[self.rank], len(sizes), tokens)
-            digest = _digest(self._calls, self.encoder.dtype, mm_kwargs, sizes)
+            digest = _digest(self._calls, self.dtype, mm_kwargs, sizes)
         except Exception as mistake:  # the others wait for this rank: tell them first
             error = mistake
         # The encoder's work has only been launched: the GPU does not wait for this.
@@ -127,7 +132,7 @@ class DataParallelEncoder:
         undefined where a rank has fewer."""
         share = max(sum(tokens[index] for index in indices) for indices in ranks)
         rows = torch.empty(
-            self.world * share, self.width, device=self.encoder.device, dtype=self.encoder.dtype
+            self.world * share, self.width, device=self.encoder.device, dtype=self.dtype
         )
         mine = rows[self.rank * share : (self.rank + 1) * share]
         if own:

@@ -18,6 +18,7 @@ from vitgraph.encoder.cudagraph import KEYS
 from vitgraph.graphs.config import CompilationConfig
 from vitgraph.graphs.manager import EncoderCudaGraphManager
 from vitgraph.graphs.media import Media, MediaLoader, expand
+from vitgraph.graphs.outputs import check_output
 
 
 @dataclass(frozen=True)
@@ -35,20 +36,13 @@ def encode_files(args: argparse.Namespace, console: Console, errors: Console) ->
     """Run the command; returns its exit status."""
     if args.batch_size < 1:
         raise ValueError(f"--batch-size {args.batch_size} must be at least 1")
-    for option, file in (("--output", args.output), ("--record", args.record)):
-        if file and file.is_dir():
-            raise ValueError(f"{option} {file} is a folder, name a file")
-        if file and not file.parent.is_dir():
-            raise ValueError(
-                f"{option} {file}: there is no folder {file.parent} to write a file in"
-            )
-    if args.output and args.output.suffix != ".safetensors":
-        raise ValueError(f"--output {args.output}: the file ends in .safetensors")
-    if args.output and args.output == args.record:
-        raise ValueError(f"--output and --record are the same file, {args.output}")
     paths = list(expand(args.paths, args.frames))
     if not paths:
         raise ValueError("nothing to encode: name files or folders")
+    check_output("--output", args.output, paths)
+    if args.output and args.output.suffix != ".safetensors":
+        raise ValueError(f"--output {args.output}: the file ends in .safetensors")
+    check_output("--record", args.record, [*paths, *filter(None, [args.output])])
     manager = build_manager(args, console)
     if args.record:
         manager.record_run()
@@ -186,7 +180,7 @@ def write(path: Path, results: Sequence[Result]) -> None:
     for result in results:
         own = result.media.name.encode(errors="replace").decode()
         name, copies = own, 1
-        while name in tensors:
+        while name in tensors or name == "__metadata__":  # which safetensors keeps for itself
             copies += 1
             name = f"{own}#{copies}"
         tensors[name] = result.embeddings.contiguous()

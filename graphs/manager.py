@@ -61,6 +61,8 @@ class EncoderCudaGraphManager:
                 f"config is a {type(config).__name__}, no CompilationConfig; "
                 f"CompilationConfig.from_json makes one of JSON or a dictionary"
             )
+        if not isinstance(log_interval, int) or log_interval < 0:
+            raise ValueError(f"log_interval {log_interval!r} is no integer of at least 0")
         if packing not in ("greedy", "cost") and not isinstance(packing, CostModel):
             raise ValueError(f"packing {packing!r} is 'greedy', 'cost' or a CostModel")
         self.model = model

@@ -139,7 +139,10 @@ def expand(paths: Iterable[Path], frame_folders: Iterable[Path] = ()) -> Iterato
 def _open(path: Path) -> Image.Image:
     try:
         with Image.open(path) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
+            image = ImageOps.exif_transpose(image)
+            if image.mode.startswith("I;16"):  # "RGB" would clip it
+                image = image.point(lambda value: value * (1 / 257)).convert("L")
+            return image.convert("RGB")
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
     except UnidentifiedImageError:

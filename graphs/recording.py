@@ -16,12 +16,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PackRecord:
-    """One pack that ran: its budget (None: eagerly), real tokens, items, and milliseconds."""
+    """One pack that ran: its budget (None: eagerly), real tokens, items, and milliseconds.
+
+    Raises:
+        ValueError: what no pack can have.
+    """
 
     budget: int | None
     tokens: int
     items: int
     ms: float
+
+    def __post_init__(self) -> None:
+        counts = (self.tokens, self.items, 1 if self.budget is None else self.budget)
+        if not all(type(count) is int and count > 0 for count in counts) or not self.ms >= 0:
+            raise ValueError(f"no pack: {self}")
 
 
 class RunRecorder:

@@ -3,6 +3,7 @@
 Loads are tensor descriptors (TMA) where the tile table says so, pointers otherwise.
 """
 
+import math
 from dataclasses import astuple
 from typing import NamedTuple
 
@@ -22,6 +23,21 @@ class PixelNormalization(NamedTuple):
 
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
+
+    @classmethod
+    def of(cls, mean: object, std: object) -> "PixelNormalization":
+        """From the settings of an image processor.
+
+        Raises:
+            ValueError: what is not three finite numbers, those of `std` above zero.
+        """
+        for values, least in ((mean, -math.inf), (std, 0)):
+            numbers = isinstance(values, list | tuple) and len(values) == 3
+            if not numbers or not all(
+                isinstance(value, int | float) and least < value < math.inf for value in values
+            ):
+                raise ValueError(f"image_mean {mean!r} and image_std {std!r} do not normalise")
+        return cls(tuple(mean), tuple(std))
 
     def scale_and_shift(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Factors such that a byte x of channel c becomes x * scale[c] + shift[c]."""

@@ -35,6 +35,15 @@ def test_a_file_that_is_not_there_is_refused_before_anything_runs(tmp_path) -> N
     assert done.returncode == 4 and "none.json: " in done.stderr
 
 
+@pytest.mark.parametrize("content", ["{}", "[]", '{"rows": 5}', '{"rows": [{}]}', '{"rows": []}'])
+def test_a_damaged_file_is_refused_before_anything_runs(content, tmp_path) -> None:
+    (path := tmp_path / "damaged.json").write_text(content)
+    load = runpy.run_path(str(ROOT / "bench" / "conftest.py"))["_load"]
+    with pytest.raises(pytest.UsageError, match=r"damaged\.json: no result of this"):
+        load(path)
+    assert load(RESULT)["path"] == RESULT
+
+
 def test_the_table_shows_the_change() -> None:
     conftest = runpy.run_path(str(ROOT / "bench" / "conftest.py"))
     saved = json.loads(RESULT.read_text())

@@ -52,9 +52,16 @@ def test_sizes_from_a_file(name, text, tmp_path) -> None:
 
 
 def test_sizes_from_a_folder_of_images(tmp_path) -> None:
-    Image.new("RGB", (1280, 720)).save(tmp_path / "wide.png")
+    Image.new("RGB", (1280, 720)).save(tmp_path / "wide.PNG")
     (tmp_path / "notes.txt").write_text("no image")
     assert load_sizes(tmp_path) == [(1, 44, 80)]
+
+
+@pytest.mark.parametrize("row", ["-5,4,4", "1.5,4,4", "x,2,2"])
+def test_rows_of_a_csv_are_not_dropped(row, tmp_path) -> None:
+    (tmp_path / "a.csv").write_text(f"t,h,w\n1,4,4\n{row}\n")
+    with pytest.raises(ValueError, match=r"no list of sizes|must be positive"):
+        load_sizes(tmp_path / "a.csv")
 
 
 @pytest.mark.parametrize(

@@ -191,3 +191,12 @@ def test_a_broken_config_is_named(content, problem, tmp_path) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=rf"config\.json {problem}"):
         Qwen3VLVisionEncoder.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("mean, std", [([0.5] * 3, [0.5, 0, 0.5]), ([0.5], [0.5]), ("a", 1)])
+def test_settings_that_normalise_nothing(mean, std, tower, tools, tmp_path) -> None:
+    write(tmp_path, {f"visual.{k}": v for k, v in tower.items()}, tools.tiny)
+    settings = {"image_mean": mean, "image_std": std}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"image_mean .* do not normalise"):
+        Qwen3VLVisionEncoder.from_pretrained(tmp_path)

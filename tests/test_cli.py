@@ -52,6 +52,13 @@ def test_the_same_file_twice_keeps_both(tmp_path) -> None:
     assert sorted(load_file(output)) == [CAT, f"{CAT}#2"]
 
 
+def test_a_name_that_safetensors_keeps_for_itself(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "__metadata__").write_bytes((PHOTOS / "cat.jpg").read_bytes())
+    assert main(["encode", "__metadata__", "--output", "out.safetensors", *TINY]) == 0
+    assert sorted(load_file("out.safetensors")) == ["__metadata__#2"]
+
+
 def test_keep_going(tmp_path, capsys) -> None:
     bad = tmp_path / "bad.jpg"
     bad.write_bytes((PHOTOS / "cat.jpg").read_bytes()[:1000])

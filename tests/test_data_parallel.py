@@ -30,6 +30,7 @@ CASES = [
     "other_grids_of_the_same_size_raise",
     "another_number_of_items_raises",
     "another_dtype_raises",
+    "a_model_that_changed_its_dtype",
     "threads_take_turns",
     "a_broken_batch_raises_everywhere",
     "a_rank_that_fails_raises_everywhere",
@@ -247,6 +248,18 @@ class Cases:
         last = self.rank == self.world - 1
         self.encoder.to(torch.float64 if last else torch.float32)
         self.raises(self.batch([(1, 4, 4)]), "1 of other sizes, kinds or dtype")
+        self.encoder.to(torch.float32)
+
+    def a_model_that_changed_its_dtype(self) -> None:
+        """A manager without graphs serves it; its own buffers have the dtype of before."""
+        import torch
+
+        from vitgraph.graphs import DataParallelEncoder, EncoderCudaGraphManager
+
+        parallel = DataParallelEncoder(EncoderCudaGraphManager(self.encoder))
+        self.encoder.to(torch.float64)
+        outputs = parallel.execute(self.batch([(1, 4, 4)] * self.world))
+        assert [output.dtype for output in outputs] == [torch.float64] * self.world
         self.encoder.to(torch.float32)
 
     def threads_take_turns(self) -> None:

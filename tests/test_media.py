@@ -40,6 +40,14 @@ def test_max_pixels(loader) -> None:
     assert t * h * w * 256 <= 256 * 256
 
 
+def test_sixteen_bits_a_pixel(tmp_path) -> None:
+    grey = np.linspace(0, 255, 64 * 64).astype(np.uint8).reshape(64, 64)
+    Image.fromarray(grey).save(tmp_path / "8.png")
+    Image.fromarray(grey.astype(np.uint16) * 257).save(tmp_path / "16.png")
+    few, many = (MediaLoader().image(tmp_path / name).pixel_values for name in ("8.png", "16.png"))
+    assert (few - many).abs().max() <= 2 / 255
+
+
 def test_processor_of_a_checkpoint(tmp_path) -> None:
     Qwen2VLImageProcessorPil(
         patch_size=16, image_mean=[0.0] * 3, image_std=[1.0] * 3

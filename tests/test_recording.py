@@ -52,7 +52,18 @@ def test_picture(run) -> None:
     ]
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]", '{"packs": [{"budget": 1}]}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        "{",
+        "[]",
+        '{"packs": [{"budget": 1}]}',
+        '{"packs": [{"budget": 0, "tokens": 1, "items": 1, "ms": 1}]}',
+        '{"packs": [{"budget": null, "tokens": "x", "items": 1, "ms": 1}]}',
+        '{"packs": [{"budget": 64, "tokens": 1, "items": 1, "ms": "q"}]}',
+    ],
+)
 def test_other_files_are_refused(content, tmp_path) -> None:
     if content is not None:
         (tmp_path / "run.json").write_text(content)

@@ -49,6 +49,20 @@ def test_a_thread_that_ends_fails_the_soak(tmp_path, monkeypatch) -> None:
     assert "thread 0 ended: RuntimeError: no memory" in result["wrong"]
 
 
+def test_an_interrupted_soak_ends_and_saves(tmp_path, monkeypatch) -> None:
+    join, calls = soak.join_or_exit, []
+
+    def interrupted(*arguments) -> None:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        join(*arguments)
+
+    monkeypatch.setattr(soak, "join_or_exit", interrupted)
+    _, result = run(tmp_path, monkeypatch)
+    assert len(calls) == 2 and 0 <= result["requests"] < result["asked_for"] == 40
+
+
 def test_memory_that_torch_keeps_for_later_is_not_held() -> None:
     start, end = {"used": 1000, "unused": 0}, {"used": 1500, "unused": 490}
     assert soak.is_flat({0: start, "end": end})

@@ -90,7 +90,7 @@ def bench_encoder(args: argparse.Namespace, console: Console) -> int:
         row["floor_ms"] = 1e3 * flops(encoder.config, grids) / rate if on_gpu else None
         result["workloads"][name] = row
         if args.save:  # so that an interrupted run leaves what it has
-            report.save(result, args.save)
+            report.save(result, args.save, report.encoder_sheets(result))
     result["compile_s"] = compiling
     return publish(result, args.save, console)
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from vitgraph.graphs.outputs import check_output
+
 
 def check_options(args: argparse.Namespace) -> None:
     """Refuse what could only fail, or be lost, at the end.
@@ -32,12 +34,12 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--save {args.save}: the files end in .json, .md and .png, not {args.save.suffix}"
         )
-    if args.sizes is not None and args.sizes.resolve() == args.save.with_suffix(".json").resolve():
-        raise ValueError(f"--save {args.save} would overwrite --sizes")
     try:
         args.save.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--save {args.save}: {error}") from None
+    for suffix in (".json", ".md", ".png"):
+        check_output("--save", args.save.with_suffix(suffix), filter(None, [args.sizes]))
 
 
 def require(found: object, what: str) -> None:

@@ -73,7 +73,7 @@ def bench_serving(args: argparse.Namespace, console: Console) -> int:
     for place, ranks in enumerate(args.ranks if "parallel" in args.experiments else ()):
         seconds = (deadline - time.monotonic()) / (len(args.ranks) - place)
         if args.save:  # so that an interrupted run leaves what it has
-            report.save(result, args.save)
+            report.save(result, args.save, sheets_of(result))
         run_parallel(args, ranks, seconds, result, console)
     add_scaling(result["experiments"])
     result |= report.header(device)  # now that everything is imported
@@ -97,6 +97,7 @@ def run_images(
         ways.require(systems, missing)
     result["systems"] |= {name: {"missing": reason} for name, reason in missing.items()}
     requests, warm_up = _counts(args, "images")
+    console.print(f"images: {requests} requests after {warm_up}, {seconds:.0f} s at most")
     stream = sizes or photographs(requests + warm_up)
     pixels = make_batch(encoder, [max(stream, key=math.prod)]).pixels
     batches = [
@@ -126,6 +127,7 @@ def run_parallel(
         return
     device, dtype, geometry = choose(args)
     requests, warm_up = _counts(args, "parallel")
+    console.print(f"{name}: {requests} requests after {warm_up}, {seconds:.0f} s at most")
     with tempfile.TemporaryDirectory() as folder:
         output, log = Path(folder) / "result.json", Path(folder) / "log"
         options = {
@@ -260,13 +262,18 @@ def publish(result: dict[str, Any], path: Path | None, console: Console) -> int:
             if not error <= tolerance:
                 wrong = True
                 lines.append(f"WRONG: {name}: {system} is off by {error:.1e}")
-    sheets = [s for one in result["experiments"].values() for s in report.serving_sheets(one)]
-    report.publish(result, sheets, lines, serving_picture(result), path, console)
+    report.publish(result, sheets_of(result), lines, serving_picture(result), path, console)
     return int(wrong or any("failed" in line for line in result["not_run"]))
 
 
+def sheets_of(result: dict[str, Any]) -> list[report.Sheet]:
+    """The tables of all experiments so far."""
+    return [s for one in result["experiments"].values() for s in report.serving_sheets(one)]
+
+
 def _counts(args: argparse.Namespace, experiment: str) -> tuple[int, int]:
-    """Requests and warm-up, as asked for or as published."""
+    """Requests and warm-up, as asked for or in the published proportion."""
     requests, warm_up = REQUESTS[experiment]
     asked = requests if args.requests is None else args.requests
-    return asked, warm_up if args.warm_up is None else args.warm_up
+    share = max(round(asked * warm_up / requests), 1)
+    return asked, share if args.warm_up is None else args.warm_up

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import random
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,17 @@ from vitgraph.graphs.media import IMAGE_SUFFIXES
 
 BUDGETS, MAX_ITEMS = (128, 256, 512, 1024, 2048, 4096, 6144), 32
 SERVING_BUDGETS, SERVING_ITEMS = (512, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 4864), 8
+
+# What a file of sizes may turn out to be, or its images.
+UNREADABLE = (
+    OSError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    RecursionError,
+    csv.Error,
+    Image.DecompressionBombError,
+)
 
 # Grids after the processor's resize: a side is a multiple of 32 pixels, 2 patches.
 _224, _256, _336, _448, _672, _1008 = ((1, n, n) for n in (16, 16, 20, 28, 42, 64))
@@ -118,16 +130,18 @@ def load_sizes(path: Path) -> list[Grid]:
     """
     try:
         if path.is_dir():
-            files = sorted(file for file in path.rglob("*") if file.suffix in IMAGE_SUFFIXES)
-            rows: list = [_image_size(file) for file in files]
+            files = sorted(path.rglob("*"))
+            images = [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
+            rows: list = [_image_size(file) for file in images]
         elif path.suffix == ".csv":
-            lines = csv.reader(path.read_text().splitlines())
-            rows = [row for row in lines if row and row[0].strip().isdigit()]  # no head line
+            rows = [row for row in csv.reader(path.read_text().splitlines()) if row]
+            if rows and not any(cell.strip().lstrip("-").isdigit() for cell in rows[0]):
+                rows = rows[1:]  # a head line
         else:
             rows = json.loads(path.read_text())
         sizes = [tuple(map(_whole, row)) for row in rows]
         grids = [image_grid(*size) if len(size) == 2 else size for size in sizes]
-    except (OSError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"--sizes {path}: no list of sizes ({error})") from None
     if not grids:
         raise ValueError(f"--sizes {path}: holds no size")
@@ -142,8 +156,10 @@ def _whole(value: Any) -> int:
 
 
 def _image_size(path: Path) -> tuple[int, int]:
-    with Image.open(path) as image:
-        return image.size
+    with warnings.catch_warnings():  # of large ones: only the header is read
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        with Image.open(path) as image:
+            return image.size
 
 
 def seconds_for(device: torch.device) -> float:

@@ -171,7 +171,8 @@ def replicate_tower(vllm_config: Any) -> int:
         multimodal.mm_encoder_tp_mode = "data"
         logger.info(
             "vitgraph: mm_encoder_tp_mode is 'data' for this tower: its weights are replicated "
-            "over %d ranks, which share the items",
+            "over %d ranks, which share the items. An image is not split: where large ones come "
+            "one at a time, VITGRAPH_DISABLE=1 may be faster",
             ranks,
         )
     return ranks

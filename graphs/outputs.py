@@ -1,0 +1,41 @@
+"""Files that a command will write, tried before it works for them."""
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def check_output(option: str, path: Path | None, inputs: Iterable[Path] = ()) -> None:
+    """Refuse a file that could not be written in the end, or is one of the inputs.
+
+    Raises:
+        ValueError: naming the option, the file and what is wrong.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{option} {path} is a folder, name a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {path.parent} to write a file in")
+    target = path.resolve()
+    for other in inputs:
+        if target == other.resolve():
+            raise ValueError(f"{option} {path} would overwrite {other}")
+    existed = target.exists()
+    try:
+        with target.open("ab"):
+            pass
+        if not existed:
+            target.unlink()
+    except OSError as error:
+        raise ValueError(f"{option} {path}: {error.strerror}") from None
+
+
+def output_file(text: str) -> Path:
+    """`check_output` as the type of an argument of argparse."""
+    path = Path(text)
+    try:
+        check_output("", path)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).strip()) from None
+    return path

@@ -1,0 +1,58 @@
+"""Outputs are tried before the work, and nothing is left behind by that."""
+
+import argparse
+
+import pytest
+
+from vitgraph.graphs.cli import main
+from vitgraph.graphs.outputs import check_output, output_file
+
+
+def test_a_file_that_can_be_written(tmp_path) -> None:
+    new, old = tmp_path / "new.json", tmp_path / "old.json"
+    old.write_text("kept")
+    check_output("--save", new, [old])
+    check_output("--save", old)
+    check_output("--save", None)
+    assert not new.exists() and old.read_text() == "kept"
+
+
+def test_a_dangling_link_stays_one(tmp_path) -> None:
+    (link := tmp_path / "link.json").symlink_to(tmp_path / "target.json")
+    check_output("--save", link)
+    assert link.is_symlink() and not link.exists()
+
+
+@pytest.mark.parametrize(
+    "path, problem",
+    [
+        (".", "is a folder"),
+        ("no/such.json", "there is no folder"),
+        ("/proc/x.json", "No such file or directory"),
+        ("linked.json", "would overwrite"),
+    ],
+)
+def test_files_that_cannot(path, problem, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "input.json").write_text("")
+    (tmp_path / "linked.json").symlink_to("input.json")
+    with pytest.raises(ValueError, match=f"--save .*{problem}"):
+        check_output("--save", tmp_path / path, [tmp_path / "input.json"])
+    if problem != "would overwrite":
+        with pytest.raises(argparse.ArgumentTypeError, match=problem):
+            output_file(path)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["encode a.jpg --record a.jpg", "encode a.jpg --record x.safetensors --output x.safetensors",
+     "encode a.jpg --output /proc/x.safetensors", "bench encoder --save /proc/x",
+     "stats a.jpg --picture a.jpg"],
+)  # fmt: skip
+def test_commands_refuse_them(arguments, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jpg").write_text("a photograph")
+    assert main(arguments.split()) == 2
+    assert (tmp_path / "a.jpg").read_text() == "a photograph"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jpg"]
+    assert arguments.split()[-1] in capsys.readouterr().err
