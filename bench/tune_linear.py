@@ -105,17 +105,20 @@ class Problem:
 
 
 def candidates(shared_bytes: int, descriptors: bool) -> list[LinearConfig]:
-    """Tiles whose stages fit the shared memory, on their own or in pairs."""
+    """Tiles whose stages fit the shared memory, on their own or in pairs; on Hopper all that the
+    table has are among them."""
     found = []
-    shapes = itertools.product((64, 128, 256), (64, 128, 256), (32, 64, 128), (3, 4, 6), (4, 8))
+    depths = (64, 128) if descriptors else (32, 64)
+    shapes = itertools.product((64, 128), (64, 128, 256), depths, (3, 4, 5, 6, 8), (4, 8))
     for rows, cols, depth, stages, warps in shapes:
         accumulators = rows * cols // (32 * warps)
         used = (rows + cols) * depth * 2 * stages + 8192
         if not 16 <= accumulators <= 128 or used > shared_bytes:
             continue
-        tile = Tile(rows, cols, depth, stages, parts=2 if cols >= 128 else 1)
-        for programs in (1, 2) if 2 * used <= shared_bytes else (1,):
-            found.append(LinearConfig(tile, None, 0, warps, programs, descriptors))
+        for parts in (1, 2) if cols >= 128 else (1,):
+            tile = Tile(rows, cols, depth, stages, parts)
+            for programs in (1, 2) if 2 * used <= shared_bytes else (1,):
+                found.append(LinearConfig(tile, None, 0, warps, programs, descriptors))
     return found
 
 

@@ -139,7 +139,8 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         return encoder
 
     def share_weights(self, vision_model: nn.Module) -> None:
-        """Use the parameters of transformers' tower, wherever they are now; nothing is copied."""
+        """Use the parameters of transformers' tower, wherever they are now; nothing is copied but
+        the norms' eps."""
         shared = {
             name: parameter.detach().reshape(-1, self.config.patch_width)
             if name == "patch_embed.proj.weight"
@@ -148,6 +149,10 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         }
         self.load_state_dict(shared, assign=True)
         self.requires_grad_(False)
+        theirs = dict(vision_model.named_modules())
+        for name, module in self.named_modules():
+            if isinstance(module, nn.LayerNorm):
+                module.eps = theirs[name].eps
         self._settle()
 
     @classmethod

@@ -1,9 +1,8 @@
 """Capture and replay: one graph a budget, over one memory pool and one set of static buffers."""
 
 import logging
-import operator
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitgraph.encoder.inputs import outlives
+from vitgraph.graphs.addresses import Addresses
 from vitgraph.graphs.config import Limits
 from vitgraph.graphs.protocol import SupportsEncoderCudaGraph
 
@@ -63,14 +63,7 @@ class BudgetGraphs:
         self.config = model.get_encoder_cudagraph_config()
         self.by_budget: dict[int, BudgetGraphMetadata] = {}
         self.dropped: tuple[int, ...] = ()
-        self._weights: list[tuple[dict[str, Tensor], str, str]] = []
-        self._addresses: list[int] = []
-        self._children: list[tuple[dict[str, nn.Module], str, str]] = []
-        self._modules: list[nn.Module] = []
-        self._tensor_dicts: list[dict[str, Tensor]] = []
-        self._tensor_names: list[str] = []
-        self._module_dicts: list[dict[str, nn.Module]] = []
-        self._module_names: list[str] = []
+        self._addresses: Addresses | None = None
         self._last_stream: torch.cuda.Stream | None = None
 
     def capture(self, budgets: Sequence[int], stream: torch.cuda.Stream | None) -> None:
@@ -90,7 +83,7 @@ class BudgetGraphs:
             metadata.memory_bytes = self._memory_in_use() - before
         self.dropped = tuple(sorted(dropped))
         if isinstance(self.model, nn.Module):
-            self._remember(self.model)
+            self._addresses = Addresses(self.model)
 
     def replay(
         self, selected: dict[str, Any], budget: int, tokens: int, *, borrow: bool = False
@@ -116,49 +109,13 @@ class BudgetGraphs:
         Raises:
             RuntimeError: naming a weight that moved since capture, and what to do.
         """
-        weights, children = self._weights, self._children
-        # Several hundred lookups before every batch: by map, half of what a comprehension takes.
-        with suppress(KeyError, TypeError):  # deleted, or None now
-            tensors = map(operator.getitem, self._tensor_dicts, self._tensor_names)
-            modules = map(operator.getitem, self._module_dicts, self._module_names)
-            if [*map(Tensor.data_ptr, tensors)] == self._addresses and [*modules] == self._modules:
-                return
-        moved = [
-            path
-            for (tensors, name, path), address in zip(weights, self._addresses, strict=True)
-            if (tensor := tensors.get(name)) is None or tensor.data_ptr() != address
-        ]
-        moved += [
-            path
-            for (modules, name, path), module in zip(children, self._modules, strict=True)
-            if modules.get(name) is not module
-        ]
+        if self._addresses is None or self._addresses.unchanged():
+            return
+        moved = self._addresses.changed()
         raise RuntimeError(
-            f"{len(moved)} of {len(weights)} weights moved since capture, {moved[0]} among them: "
-            f"call capture() again, or clear() to run eagerly"
+            f"{len(moved)} of {len(self._addresses)} weights moved since capture, {moved[0]} among "
+            f"them: call capture() again, or clear() to run eagerly"
         )
-
-    def _remember(self, model: nn.Module) -> None:
-        """Note where every parameter, buffer and submodule is."""
-        modules = list(model.named_modules())
-        self._weights = [
-            (tensors, name, f"{path}.{name}".lstrip("."))
-            for path, module in modules
-            for tensors in (module._parameters, module._buffers)
-            for name, tensor in tensors.items()
-            if tensor is not None
-        ]
-        self._addresses = [tensors[name].data_ptr() for tensors, name, _ in self._weights]
-        self._children = [
-            (module._modules, name, f"{path}.{name}".lstrip("."))
-            for path, module in modules
-            for name in module._modules
-        ]
-        self._modules = [children[name] for children, name, _ in self._children]
-        self._tensor_dicts = [tensors for tensors, _, _ in self._weights]
-        self._tensor_names = [name for _, name, _ in self._weights]
-        self._module_dicts = [children for children, _, _ in self._children]
-        self._module_names = [name for _, name, _ in self._children]
 
     def _fill(self, graph: BudgetGraphMetadata, selected: dict[str, Any]) -> None:
         """Copy into the static buffers, zeroing what is left where the model needs that."""

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vitgraph.graphs.protocol import checked
+
 # Its name from torch 2.13 on; the older one warns there.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -97,8 +99,7 @@ class DataParallelEncoder:
         own: list[Tensor] = []
         self._calls += 1
         try:
-            if (check := getattr(model, "check_encoder_inputs", None)) is not None:
-                mm_kwargs = check(mm_kwargs)
+            mm_kwargs = checked(model, mm_kwargs)
             sizes = model.get_encoder_cudagraph_per_item_input_sizes(mm_kwargs)
             tokens = model.get_encoder_cudagraph_per_item_output_tokens(mm_kwargs)
             ranks, digest = assign(sizes, self.world), FAILED

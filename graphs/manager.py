@@ -17,7 +17,12 @@ from vitgraph.graphs.config import CompilationConfig, infer_limits
 from vitgraph.graphs.cost import CostModel
 from vitgraph.graphs.measure import measure_costs
 from vitgraph.graphs.packing import Item, Pack, greedy, minimise_cost, split_eager
-from vitgraph.graphs.protocol import SupportsEncoderCudaGraph, require_protocol
+from vitgraph.graphs.protocol import (
+    SupportsEncoderCudaGraph,
+    checked,
+    items_of,
+    require_protocol,
+)
 from vitgraph.graphs.recording import RunRecorder
 from vitgraph.graphs.statistics import Statistics
 from vitgraph.kernels.launch import on_device
@@ -244,9 +249,8 @@ class EncoderCudaGraphManager:
                 usable.
             RuntimeError: weights moved since capture; nothing has run.
         """
-        if (check := getattr(self.model, "check_encoder_inputs", None)) is not None:
-            mm_kwargs = check(mm_kwargs)
-        items = self._items(mm_kwargs)
+        mm_kwargs = checked(self.model, mm_kwargs)
+        items = items_of(self.model, mm_kwargs)
         if not items:
             self.last_plan, self.last_seconds = [], []
             return []
@@ -304,9 +308,7 @@ class EncoderCudaGraphManager:
 
     def _time(self, grids: list[Grid], budget: int | None) -> float:
         """Seconds of one batch of random pixels from the device, to the synchronised result."""
-        mm_kwargs = self.model.make_encoder_inputs(grids)
-        if (check := getattr(self.model, "check_encoder_inputs", None)) is not None:
-            mm_kwargs = check(mm_kwargs)
+        mm_kwargs = checked(self.model, self.model.make_encoder_inputs(grids))
         tokens = sum(self.model.get_encoder_cudagraph_per_item_output_tokens(mm_kwargs))
         synchronize = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
         synchronize()
@@ -314,15 +316,6 @@ class EncoderCudaGraphManager:
         self._run(mm_kwargs, Pack(tuple(range(len(grids))), tokens, budget), False)
         synchronize()
         return time.perf_counter() - started
-
-    def _items(self, mm_kwargs: dict[str, Any]) -> list[Item]:
-        tokens = self.model.get_encoder_cudagraph_per_item_output_tokens(mm_kwargs)
-        sequences, squares = [1] * len(tokens), [0] * len(tokens)
-        if hasattr(self.model, "get_encoder_cudagraph_per_item_sequences"):
-            sequences = self.model.get_encoder_cudagraph_per_item_sequences(mm_kwargs)
-        if hasattr(self.model, "get_encoder_cudagraph_per_item_squares"):
-            squares = self.model.get_encoder_cudagraph_per_item_squares(mm_kwargs)
-        return list(map(Item, tokens, sequences, squares))
 
     @staticmethod
     def _eager_pack(items: list[Item]) -> Pack:

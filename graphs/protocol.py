@@ -14,6 +14,7 @@ from vitgraph.encoder.cudagraph import (
     EncoderCudaGraphConfig,
     EncoderCudaGraphReplayBuffers,
 )
+from vitgraph.graphs.packing import Item
 
 __all__ = [
     "EncoderCudaGraphCaptureInputs",
@@ -101,3 +102,20 @@ def require_protocol(model: object, *, for_packing: bool = False) -> None:
             f"packing 'cost' measures the model, and {type(model).__name__} lacks "
             f"make_encoder_inputs"
         )
+
+
+def checked(model: SupportsEncoderCudaGraph, mm_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The batch, validated where the model can; no later method reads the device then."""
+    check = getattr(model, "check_encoder_inputs", None)
+    return mm_kwargs if check is None else check(mm_kwargs)
+
+
+def items_of(model: SupportsEncoderCudaGraph, mm_kwargs: dict[str, Any]) -> list[Item]:
+    """What packing must know of a batch."""
+    tokens = model.get_encoder_cudagraph_per_item_output_tokens(mm_kwargs)
+    sequences, squares = [1] * len(tokens), [0] * len(tokens)
+    if hasattr(model, "get_encoder_cudagraph_per_item_sequences"):
+        sequences = model.get_encoder_cudagraph_per_item_sequences(mm_kwargs)
+    if hasattr(model, "get_encoder_cudagraph_per_item_squares"):
+        squares = model.get_encoder_cudagraph_per_item_squares(mm_kwargs)
+    return list(map(Item, tokens, sequences, squares))

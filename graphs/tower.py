@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitgraph.encoder import Qwen3VLVisionEncoder
+from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
+from vitgraph.encoder.sharing import why_not_shareable
+from vitgraph.graphs.addresses import Addresses
 from vitgraph.graphs.config import CompilationConfig
 from vitgraph.graphs.manager import EncoderCudaGraphManager
 
@@ -22,7 +24,7 @@ class _Service:
     def __init__(self, tower: nn.Module, config: CompilationConfig | None, attention: str) -> None:
         self.tower = weakref.ref(tower)
         self.encoder = Qwen3VLVisionEncoder.from_transformers(tower, attention=attention)
-        self.addresses = self._addresses_of(tower)
+        self.addresses = Addresses(tower)
         self.manager = _Manager(self, config)
         self.manager.capture()
 
@@ -31,14 +33,9 @@ class _Service:
         before then refuse to replay. Without the tower the manager keeps the weights it has."""
         if (tower := self.tower()) is None:
             return
-        addresses = self._addresses_of(tower)
-        if addresses != self.addresses:
+        if not self.addresses.unchanged():
             self.encoder.share_weights(tower)
-            self.addresses = addresses
-
-    @staticmethod
-    def _addresses_of(tower: nn.Module) -> list[int]:
-        return [parameter.data_ptr() for parameter in tower.parameters()]
+            self.addresses = Addresses(tower)
 
     def __deepcopy__(self, memo: dict) -> None:
         """A copy of the model is served by transformers."""
@@ -154,6 +151,8 @@ def _check_plain(tower: nn.Module) -> None:
     for name, parameter in tower.named_parameters():
         if parameter.device.type == "meta":
             raise ValueError(f"the tower's {name} is on the meta device: offloaded?")
+    if reason := why_not_shareable(tower, VisionConfig.from_dict(tower.config.to_dict())):
+        raise ValueError(reason)
 
 
 def _tower(model: nn.Module) -> nn.Module:

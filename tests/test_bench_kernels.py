@@ -13,6 +13,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from vitgraph.kernels.tiles import SM90
+
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "bench" / "results" / "2026-11-30-h200-kernels.json"
 
@@ -69,6 +71,9 @@ def test_tune_linear_prints_what_it_timed_and_what_not(monkeypatch, tmp_path, ca
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
     every = tune_linear.candidates(gpu.shared_memory_per_block_optin, True)
     assert len(every) == len(set(every)) > 100
+    found = {config.large for config in every}
+    table = [(row.config.large, row.config.small) for row in SM90]
+    assert {tile for tiles in table for tile in tiles if tile} <= found
     fast, wrong, slow, fails = every[:4]
     monkeypatch.setattr(tune_linear, "candidates", lambda *about: every[:4])
     monkeypatch.setattr(tune_linear, "ProcessPoolExecutor", lambda n, mp_context: ThreadPool(n))

@@ -249,9 +249,28 @@ def test_what_is_more_than_a_tower_is_refused(tools) -> None:
             super().__init__()
             self.layer = layer
 
+    visual.blocks[0].norm1.half()
+    with pytest.raises(
+        ValueError, match=r"blocks\.0\.norm1\.weight has dtype torch\.float16, others"
+    ):
+        replace_vision_tower(model)
+    visual.blocks[0].norm1.float()
+    bias, visual.blocks[0].mlp.linear_fc1.bias = visual.blocks[0].mlp.linear_fc1.bias, None
+    with pytest.raises(ValueError, match=r"parameters differ in blocks\.0\.mlp\.linear_fc1\.bias"):
+        replace_vision_tower(model)
+    visual.blocks[0].mlp.linear_fc1.bias = bias
     visual.blocks[1].attn.proj = Adapter(visual.blocks[1].attn.proj)
     with pytest.raises(ValueError, match=r"blocks\.1\.attn\.proj is a Adapter"):
         replace_vision_tower(model)
+
+
+def test_norms_keep_their_eps(tools) -> None:
+    model = make("dense", tools.tiny, "cpu")
+    model.model.visual.blocks[0].norm1.eps = 0.5
+    pixels, grid = torch.randn(16, 1536), torch.tensor([[1, 4, 4]])
+    expected = model.model.visual(pixels, grid).pooler_output
+    replace_vision_tower(model)
+    torch.testing.assert_close(model.model.visual(pixels, grid).pooler_output, expected)
 
 
 def test_no_images(tools) -> None:

@@ -13,35 +13,10 @@ from torch import Tensor, nn
 from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
 from vitgraph.encoder.attention import FREE_OF_EMPTY_SEQUENCES
 from vitgraph.encoder.inputs import Grids, host_grids, outlives
+from vitgraph.encoder.sharing import why_not_shareable
 from vitgraph.graphs.vllm_plugin import logger
 from vitgraph.graphs.vllm_plugin.protocol import GRIDS, PIXELS
 from vitgraph.kernels.linear import PixelNormalization
-
-
-def why_not_shareable(tower: nn.Module, config: VisionConfig) -> str | None:
-    """What keeps our encoder from using these weights, or None.
-
-    Quantised layers, layers split over ranks and a geometry unknown to us all show in the names,
-    shapes and dtypes of the parameters.
-    """
-    for name, module in tower.named_modules():
-        method = getattr(module, "quant_method", None)
-        if method is not None and not type(method).__name__.startswith("Unquantized"):
-            return f"the tower is quantised ({name}: {type(method).__name__})"
-    ours = dict(Qwen3VLVisionEncoder(config, device="meta").named_parameters())
-    theirs = dict(tower.named_parameters())
-    if different := sorted(ours.keys() ^ theirs.keys()):
-        return f"the tower's parameters differ in {', '.join(different[:3])}"
-    dtype = theirs["pos_embed.weight"].dtype
-    for name, parameter in theirs.items():
-        if parameter.dtype != dtype or not parameter.is_floating_point():
-            return f"the tower's {name} has dtype {parameter.dtype}, others {dtype}"
-        if parameter.numel() != ours[name].numel() or parameter.shape[0] != ours[name].shape[0]:
-            return (
-                f"the tower's {name} has shape {tuple(parameter.shape)}, the config wants "
-                f"{tuple(ours[name].shape)}"
-            )
-    return None
 
 
 class SharedEncoder:
@@ -175,16 +150,13 @@ class SharedEncoder:
                 config=self.vision_config,
                 patch_embed=tower.patch_embed,
                 named_parameters=tower.named_parameters,
+                named_modules=tower.named_modules,
             ),
             attention=self.attention,
             pixel_dtype=torch.uint8 if self.pixel_normalization is not None else None,
         )
         if self.pixel_normalization is not None:  # its buffers may have been loaded since
             encoder.normalization = _normalization(tower.input_norm)
-        modules = dict(tower.named_modules())
-        for name, module in encoder.named_modules():
-            if isinstance(module, nn.LayerNorm):
-                module.eps = modules[name].eps
         return encoder
 
 

@@ -11,10 +11,11 @@ from vitgraph.encoder import VisionConfig
 from vitgraph.encoder.attention import FREE_OF_EMPTY_SEQUENCES
 from vitgraph.encoder.cudagraph import KEYS
 from vitgraph.encoder.inputs import Grids, check_grids
+from vitgraph.encoder.sharing import why_not_shareable
 from vitgraph.graphs.vllm_plugin import logger
 from vitgraph.graphs.vllm_plugin.backends import counterpart
 from vitgraph.graphs.vllm_plugin.protocol import ReleaseShape, detect_shape
-from vitgraph.graphs.vllm_plugin.tower import SharedEncoder, adopt, why_not_shareable
+from vitgraph.graphs.vllm_plugin.tower import SharedEncoder, adopt
 
 
 class VisionTowerWrapper:
