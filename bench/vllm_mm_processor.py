@@ -28,8 +28,9 @@ from vllm_lanes import (
 )
 from vllm_script import parse_arguments, work_folder
 
+from vitgraph.graphs.benchmark.workloads import SERVING_BUDGETS, SERVING_ITEMS
+
 BACKENDS = ("FLASH_ATTN", "FLASHINFER")
-BUDGETS, MAX_ITEMS = (512, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 4864), 8
 LIMITS = json.dumps({"image": 20, "video": 0})
 # name -> (requests for each of --requests, arguments of the tool)
 MIXES = {
@@ -73,8 +74,8 @@ def main() -> int:
                     "tower": tower,
                     "model": model,
                     "requests": args.requests,
-                    "budgets": BUDGETS,
-                    "items": MAX_ITEMS,
+                    "budgets": SERVING_BUDGETS,
+                    "items": SERVING_ITEMS,
                 }
                 for tower in TOWERS
             ]

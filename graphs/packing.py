@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from vitgraph.graphs.config import Limits
 from vitgraph.graphs.cost import Cost, CostModel
@@ -239,12 +240,22 @@ def _best_fit(
     return groups
 
 
+class _Replay(NamedTuple):
+    """A group in its cheapest budget."""
+
+    seconds: float
+    budget: int
+    tokens: int
+    squares: int
+    indices: list[int]
+
+
 def _price(
     groups: list[list[int]], items: Sequence[Item], model: CostModel, forced: list[int]
 ) -> tuple[float, list[Pack]]:
     """Seconds and plan of a partition: each group in its cheapest budget, or eagerly where that
     is better for all; `forced` items run eagerly in any case."""
-    replays: list[tuple[float, int, int, int, list[int]]] = []
+    replays: list[_Replay] = []
     for group in groups:
         tokens = squares = 0
         for index in group:
@@ -255,26 +266,34 @@ def _price(
             for budget, fixed, per_row, per_square in model.table
             if budget >= tokens
         )
-        replays.append((seconds, budget, tokens, squares, group))
-    seconds, eager = sum(replay[0] for replay in replays), model.eager
-    declined: list[tuple[float, int, int, int, list[int]]] = []
+        replays.append(_Replay(seconds, budget, tokens, squares, group))
+    seconds, eager = sum(replay.seconds for replay in replays), model.eager
+    declined: list[_Replay] = []
     if eager is not None and (forced or seconds > eager(0, 0)):
         rows = sum(items[index].tokens for index in forced)
         squares = sum(items[index].squares for index in forced)
-        gaining = [r for r in replays if r[0] > eager.per_row * r[2] + eager.per_square * r[3]]
+        gaining = [
+            replay
+            for replay in replays
+            if replay.seconds > eager.per_row * replay.tokens + eager.per_square * replay.squares
+        ]
         options = []
         for chosen in ([], gaining, replays):
-            cost = sum(replay[0] for replay in replays if replay not in chosen)
+            cost = sum(replay.seconds for replay in replays if replay not in chosen)
             if chosen or forced:
                 cost += eager(
-                    rows + sum(replay[2] for replay in chosen),
-                    squares + sum(replay[3] for replay in chosen),
+                    rows + sum(replay.tokens for replay in chosen),
+                    squares + sum(replay.squares for replay in chosen),
                 )
             if not chosen or forced or cost < DECLINE * seconds:
                 options.append((cost, chosen))
         seconds, declined = min(options, key=lambda option: option[0])
-    plan = [Pack(tuple(sorted(r[4])), r[2], r[1]) for r in replays if r not in declined]
-    run_eagerly = sorted(forced + [index for replay in declined for index in replay[4]])
+    plan = [
+        Pack(tuple(sorted(replay.indices)), replay.tokens, replay.budget)
+        for replay in replays
+        if replay not in declined
+    ]
+    run_eagerly = sorted(forced + [index for replay in declined for index in replay.indices])
     if run_eagerly:
         plan.append(Pack(tuple(run_eagerly), sum(items[i].tokens for i in run_eagerly), None))
     return seconds, plan
