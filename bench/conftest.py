@@ -23,6 +23,7 @@ from torch import Tensor
 MIN_LAUNCHES = 10  # a graph; more when there are more buffers
 ROUNDS = 15  # replays of each graph, kernel and baseline alternating
 COLD_BYTES = 256 << 20  # about four times the 50-60 MB of L2 on Hopper
+MOST_BUFFERS = 64  # of what is small
 RESULTS = Path(__file__).parent / "results"
 ORIGIN = "{gpu}, torch {torch}, triton {triton}, commit {commit}, {date}"
 
@@ -103,9 +104,9 @@ def summarise(request: pytest.FixtureRequest) -> Callable[[Table, dict], None]:
 def rotate() -> Callable[[Callable[[], tuple]], list[tuple]]:
     """`rotate(make)` calls `make` for argument tuples until their tensors exceed the L2 cache."""
 
-    def make_all(make: Callable[[], tuple], limit: int = 64) -> list[tuple]:
+    def make_all(make: Callable[[], tuple]) -> list[tuple]:
         buffers, held = [], 0
-        while held < COLD_BYTES and len(buffers) < limit:
+        while held < COLD_BYTES and len(buffers) < MOST_BUFFERS:
             buffers.append(make())
             held += sum(x.nbytes for x in buffers[-1] if isinstance(x, Tensor))
         return buffers

@@ -13,9 +13,10 @@ Run = Callable[[list[Grid], int | None], float]
 # Attention within this many tokens tells its slope; longer sequences only take longer to measure.
 LONGEST = 2048
 MOST_BUDGETS = 8
+REPEATS = 3  # of a shape, the shortest counts; one more comes before them
 
 
-def measure_costs(run: Run, limits: Limits, *, merge_size: int = 2, repeats: int = 3) -> CostModel:
+def measure_costs(run: Run, limits: Limits, *, merge_size: int = 2) -> CostModel:
     """Fit a cost model to runs of a few shapes: some budgets full of long sequences, full of
     short ones, and nearly empty; and the same batches eagerly.
 
@@ -23,7 +24,6 @@ def measure_costs(run: Run, limits: Limits, *, merge_size: int = 2, repeats: int
         run: encodes random pixels of these grids and tells how long it took, copies included.
         limits: those of the captured graphs. Of more than eight budgets eight are measured.
         merge_size: patches a side of a token.
-        repeats: runs of a shape, the shortest of which counts; one more comes before them.
     """
     last = len(limits.budgets) - 1
     steps = min(last, MOST_BUDGETS - 1)
@@ -32,7 +32,7 @@ def measure_costs(run: Run, limits: Limits, *, merge_size: int = 2, repeats: int
     samples: list[Sample] = []
 
     def measure(grids: list[Grid], budget: int | None) -> None:
-        seconds = min([run(grids, budget) for _ in range(repeats + 1)][1:])
+        seconds = min([run(grids, budget) for _ in range(REPEATS + 1)][1:])
         rows = sum(t * h * w for t, h, w in grids) // merge_size**2
         samples.append((budget, rows, sum(t * (h * w) ** 2 for t, h, w in grids), seconds))
 

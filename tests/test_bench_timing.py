@@ -1,6 +1,8 @@
 """The comparison is fair, and reports what it is given."""
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.graphs.benchmark import report
 from vitgraph.graphs.benchmark.encoder import measure, publish
-from vitgraph.graphs.benchmark.systems import Setup, System, build, rows, slowed
+from vitgraph.graphs.benchmark.systems import Setup, System, build, rows
 from vitgraph.graphs.benchmark.timing import time_in_turns, wall
 from vitgraph.graphs.benchmark.workloads import Batch, make_batch
 
@@ -28,6 +30,16 @@ def sleeper(name: str, seconds: float, calls: list[str] | None = None) -> System
         return torch.ones(1, 8)
 
     return System(name, encode)
+
+
+def slowed(system: System, seconds: float) -> System:
+    """The same system with a sleep in its forward: what the report must show as slower."""
+
+    def encode(batch: Batch) -> torch.Tensor | Sequence[torch.Tensor]:
+        time.sleep(seconds)
+        return system.encode(batch)
+
+    return replace(system, name=f"{system.name}, slowed by {1e3 * seconds:g} ms", encode=encode)
 
 
 def test_a_slowed_system_is_reported_as_slower_by_that_amount() -> None:

@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -59,16 +59,6 @@ class Setup:
     attention: tuple[str, ...] = ("auto",)
     backends: tuple[str, ...] = ("FLASH_ATTN", "FLASHINFER")
     ranks: int = 1
-
-
-def slowed(system: System, seconds: float) -> System:
-    """The same system with a sleep in its forward: what the report must show as slower."""
-
-    def encode(batch: Batch) -> Tensor | Sequence[Tensor]:
-        time.sleep(seconds)
-        return system.encode(batch)
-
-    return replace(system, name=f"{system.name}, slowed by {1e3 * seconds:g} ms", encode=encode)
 
 
 def rows(output: Tensor | Sequence[Tensor]) -> Tensor:
