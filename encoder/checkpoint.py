@@ -58,7 +58,7 @@ class Checkpoint:
             content = json.loads(self.fetch(filename).read_text())
         except FileNotFoundError:
             return None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.name}: {filename} is no JSON: {error}") from None
         if not isinstance(content, dict):
             raise ValueError(f"{self.name}: {filename} is no JSON object but {content!r:.50}")
@@ -71,7 +71,7 @@ class Checkpoint:
         together = self.json("processor_config.json") or {}
         image = self.json("preprocessor_config.json") or together.get("image_processor")
         video = self.json("video_preprocessor_config.json") or together.get("video_processor")
-        return image, video
+        return tuple(one if isinstance(one, dict) else None for one in (image, video))
 
     def weight_map(self) -> dict[str, str]:
         """Tensor name -> file name, of every tensor of the checkpoint."""

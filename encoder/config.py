@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, fields
 from itertools import pairwise
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class VisionConfig:
             if type(value) is not int or not 0 < value < 1 << 24:
                 raise ValueError(f"{name} {value!r} is no positive integer below 2**24")
         levels = self.deepstack_visual_indexes
-        if not all(isinstance(level, int) for level in levels):
+        if not all(isinstance(level, Integral) for level in levels):
             raise ValueError(f"deepstack_visual_indexes {list(levels)} are no integers")
         if any(a >= b for a, b in pairwise(levels)):
             raise ValueError(f"deepstack_visual_indexes {list(levels)} must ascend")
@@ -109,6 +110,8 @@ class VisionConfig:
         rope = vision.get("rope_parameters")
         if isinstance(rope, dict) and rope.get("rope_theta") is not None:
             known["rope_theta"] = rope["rope_theta"]
+        if isinstance(known.get("rope_theta"), int):
+            known["rope_theta"] = float(known["rope_theta"])
         return cls(**known)
 
     @classmethod

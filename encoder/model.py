@@ -82,8 +82,8 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         device, (attention, ops) = self.device, self._requested
         if device.type == "meta" or self._settled_for == (device, self.dtype):
             return
-        # No buffer: .to(dtype) would round it.
-        self.frequencies = rotary_frequencies(self.config.head_dim, self.config.rope_theta, device)
+        frequencies = rotary_frequencies(self.config.head_dim, self.config.rope_theta, device)
+        self.register_buffer("frequencies", frequencies, persistent=False)
         self.ops = resolve_operations(ops, device, self.dtype)
         self.plan = Plan(resolve_backend(attention, self.heads, device))
         self.auto_attention = attention == "auto"
@@ -93,7 +93,10 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """What .to(), .cuda() and .half() come down to; the choices follow."""
+        frequencies = self._buffers.get("frequencies")
         super()._apply(fn, recurse)
+        if frequencies is not None:  # neither rounded nor emptied; made anew on another device
+            self.frequencies = frequencies
         self._settle()
         return self
 
@@ -117,8 +120,13 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         kernel = (encoder.config.in_channels, encoder.config.temporal_patch_size)
         load_vision_weights(encoder, checkpoint, kernel)
         image, _ = checkpoint.processor_settings()
-        if image and image.get("image_mean") and image.get("image_std"):
-            encoder.normalization = PixelNormalization.of(image["image_mean"], image["image_std"])
+        # Of bytes, which have three channels.
+        if encoder.config.in_channels == 3 and image and {"image_mean", "image_std"} <= set(image):
+            try:
+                mean, std = image["image_mean"], image["image_std"]
+                encoder.normalization = PixelNormalization.of(mean, std)
+            except ValueError as error:
+                raise ValueError(f"{checkpoint.name}: the image processor's {error}") from None
         return encoder
 
     @classmethod
@@ -272,9 +280,11 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
             for width in (3 * config.hidden_size, config.intermediate_size)
         )
         for depth, block in enumerate(self.blocks):
-            qkv = linear("qkv", block.attn.qkv, layer_norm(block.norm1, x), out=qkv_buffer)
-            qkv = qkv.view(-1, 3, config.num_heads, config.head_dim)
-            y = attend(ops.rotary(qkv, table, rows))
+            # One name: what is no longer needed is freed before attention takes its scratch.
+            y = layer_norm(block.norm1, x)
+            y = linear("qkv", block.attn.qkv, y, out=qkv_buffer)
+            y = y.view(-1, 3, config.num_heads, config.head_dim)
+            y = attend(ops.rotary(y, table, rows))
             x = linear("proj", block.attn.proj, y, residual=x, out=x)
             y = layer_norm(block.norm2, x)
             fc1, fc2 = block.mlp.linear_fc1, block.mlp.linear_fc2

@@ -1,5 +1,6 @@
 """Whether another project's vision tower has weights that our encoder can use as they are."""
 
+import torch
 from torch import nn
 
 from vitgraph.encoder.config import VisionConfig
@@ -22,7 +23,8 @@ def why_not_shareable(tower: nn.Module, config: VisionConfig) -> str | None:
         return f"the tower's parameters differ in {', '.join(different[:3])}"
     dtype = theirs["pos_embed.weight"].dtype
     for name, parameter in theirs.items():
-        if parameter.dtype != dtype or not parameter.is_floating_point():
+        kept_exact = "norm" in name and parameter.dtype == torch.float32
+        if (parameter.dtype != dtype and not kept_exact) or not parameter.is_floating_point():
             return f"the tower's {name} has dtype {parameter.dtype}, others {dtype}"
         if parameter.numel() != ours[name].numel() or parameter.shape[0] != ours[name].shape[0]:
             return (

@@ -6,6 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# What a caller takes an output apart with.
+PARTS = {
+    Tensor.__getitem__,
+    *(getattr(owner, name) for owner in (Tensor, torch) for name in ("split", "chunk", "unbind")),
+    *(getattr(owner, name) for owner in (Tensor, torch) for name in ("narrow", "select")),
+}
+
 
 class BorrowedTensor(Tensor):
     """A view of a static output buffer that refuses every use after the next replay."""
@@ -23,8 +30,7 @@ class BorrowedTensor(Tensor):
     def __torch_function__(
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Check every borrowed argument, run on plain tensors, and lend on what shares their
-        memory."""
+        """Check every borrowed argument, run on plain tensors, and lend on the parts of one."""
         lent = [tensor for tensor in _borrowed((args, kwargs)) if "is_current" in vars(tensor)]
         if not all(tensor.is_current() for tensor in lent):
             raise RuntimeError(
@@ -33,7 +39,18 @@ class BorrowedTensor(Tensor):
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-            return _lend_views(result, lent[0]) if lent else result
+            if lent and func in PARTS and not torch.compiler.is_compiling():
+                return _lend_parts(result, lent[0])
+            return result
+
+    def __format__(self, spec: str) -> str:
+        return format(self.clone(), spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        return self.clone()
 
 
 def _borrowed(value: Any) -> list[BorrowedTensor]:
@@ -46,10 +63,10 @@ def _borrowed(value: Any) -> list[BorrowedTensor]:
     return []
 
 
-def _lend_views(value: Any, owner: BorrowedTensor) -> Any:
+def _lend_parts(value: Any, owner: BorrowedTensor) -> Any:
     """`value` with the tensors in the memory of `owner` lent as that is."""
     if type(value) in (list, tuple):
-        return type(value)(_lend_views(entry, owner) for entry in value)
+        return type(value)(_lend_parts(entry, owner) for entry in value)
     if not isinstance(value, Tensor) or value is owner:
         return value
     if value.untyped_storage().data_ptr() != owner.untyped_storage().data_ptr():

@@ -123,12 +123,12 @@ def check_name(budgets: str) -> tuple[str, str]:
         ValueError: no such choice.
     """
     name, _, argument = budgets.partition(":")
-    steps = argument.isdecimal() and 0 < len(argument) < 3 and int(argument) > 0
+    steps = argument.isdecimal() and len(argument) < 10 and 0 < int(argument) < 1000
     known = {"powers_of_two": not argument, "ladder": steps or not argument, "traffic": argument}
     if not known.get(name):
         raise ValueError(
             f"encoder_cudagraph_token_budgets: {budgets!r} is none of 'powers_of_two', 'ladder', "
-            f"'ladder:STEPS' (1 to 99), 'traffic:FILE'"
+            f"'ladder:STEPS' (1 to 999), 'traffic:FILE'"
         )
     return name, argument
 

@@ -81,9 +81,9 @@ def encode_files(args: argparse.Namespace, console: Console, errors: Console) ->
 def choose(args: argparse.Namespace) -> tuple[torch.device, torch.dtype, str]:
     """Device, dtype and geometry: as asked for, or what suits the machine."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
         raise ValueError(f"--device {device} is neither cpu, cuda nor, say, cuda:0")
-    on_gpu = device != "cpu"
+    on_gpu = device.startswith("cuda")
     if on_gpu and not torch.cuda.is_available():
         raise ValueError(f"--device {device}: torch sees no CUDA GPU")
     if on_gpu and (torch.device(device).index or 0) >= (count := torch.cuda.device_count()):

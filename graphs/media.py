@@ -136,13 +136,19 @@ def expand(paths: Iterable[Path], frame_folders: Iterable[Path] = ()) -> Iterato
     yield from frame_folders
 
 
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Grey of 16 bits, which "RGB" would clip at 255; of 32 where it holds no more than that."""
+    values = np.asarray(image).astype(np.int64).clip(0, 65535)
+    if image.mode == "I" and values.max(initial=0) < 256:
+        return image
+    return Image.fromarray(((values + 128) // 257).astype(np.uint8))
+
+
 def _open(path: Path) -> Image.Image:
     try:
         with Image.open(path) as image:
             image = ImageOps.exif_transpose(image)
-            if image.mode.startswith("I;16"):  # "RGB" would clip it
-                image = image.point(lambda value: value * (1 / 257)).convert("L")
-            return image.convert("RGB")
+            return (_eight_bits(image) if image.mode.startswith("I") else image).convert("RGB")
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
     except UnidentifiedImageError:

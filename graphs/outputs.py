@@ -17,18 +17,20 @@ def check_output(option: str, path: Path | None, inputs: Iterable[Path] = ()) ->
         raise ValueError(f"{option} {path} is a folder, name a file")
     if not path.parent.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {path.parent} to write a file in")
-    target = path.resolve()
-    for other in inputs:
-        if target == other.resolve():
-            raise ValueError(f"{option} {path} would overwrite {other}")
-    existed = target.exists()
+    if path.exists() and not path.is_file():  # a pipe: opening it now would end it
+        return
     try:
-        with target.open("ab"):
+        target = path.resolve()
+        for other in inputs:
+            if target == other.resolve():
+                raise ValueError(f"{option} {path} would overwrite {other}")
+        existed = path.exists()
+        with path.open("ab"):
             pass
-        if not existed:
-            target.unlink()
-    except OSError as error:
-        raise ValueError(f"{option} {path}: {error.strerror}") from None
+        if not existed:  # ranks may try the same file at once
+            target.unlink(missing_ok=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise ValueError(f"{option} {path}: {getattr(error, 'strerror', error)}") from None
 
 
 def output_file(text: str) -> Path:

@@ -41,7 +41,8 @@ class RunRecorder:
 
     def record(self, pack: Pack, seconds: float) -> None:
         """Append one pack."""
-        self.packs.append(PackRecord(pack.budget, pack.tokens, len(pack.indices), 1e3 * seconds))
+        tokens, items = int(pack.tokens), len(pack.indices)
+        self.packs.append(PackRecord(pack.budget, tokens, items, 1e3 * seconds))
 
     def save(self, path: str | Path) -> None:
         """Write JSON: {"packs": [{"budget", "tokens", "items", "ms"}]}."""

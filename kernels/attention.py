@@ -237,10 +237,12 @@ def attention(
         raise ValueError(f"qkv must be contiguous [P, 3, H, D], got {tuple(qkv.shape)}")
     if head_dim < 16 or head_dim % 8:
         raise ValueError(f"head_dim must be a multiple of 8 from 16 on, got {head_dim}")
-    if qkv.dtype not in DTYPES or cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
+    if qkv.dtype not in DTYPES:
+        raise ValueError(f"qkv is {qkv.dtype}, none of {', '.join(map(str, DTYPES))}")
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1 or not cu_seqlens.is_contiguous():
         raise ValueError(
-            f"qkv is {qkv.dtype}, none of {', '.join(map(str, DTYPES))}, or cu_seqlens, "
-            f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}, is not int32 [S + 1]"
+            f"cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)} with strides "
+            f"{cu_seqlens.stride()}, not contiguous int32 [S + 1]"
         )
     shape = num_patches, num_heads * head_dim
     if out is None:

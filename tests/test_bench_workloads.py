@@ -43,6 +43,7 @@ def test_mixes_have_their_proportions() -> None:
         ("a.csv", "t,h,w\n1,16,16\n\n8,24,40\n"),
         ("pixels.json", json.dumps([[256, 256], [1280, 720]])),
         ("pixels.csv", "width,height\n256,256\n1280,720\n"),
+        ("pixels.csv", "\ufeff256,256\n# a comment\n1280,720\n   \n,\n"),
     ],
 )
 def test_sizes_from_a_file(name, text, tmp_path) -> None:
@@ -57,10 +58,10 @@ def test_sizes_from_a_folder_of_images(tmp_path) -> None:
     assert load_sizes(tmp_path) == [(1, 44, 80)]
 
 
-@pytest.mark.parametrize("row", ["-5,4,4", "1.5,4,4", "x,2,2"])
+@pytest.mark.parametrize("row", ["-5,4,4", "1.5,4,4", "x,2,2", "-640,480", "640;480"])
 def test_rows_of_a_csv_are_not_dropped(row, tmp_path) -> None:
     (tmp_path / "a.csv").write_text(f"t,h,w\n1,4,4\n{row}\n")
-    with pytest.raises(ValueError, match=r"no list of sizes|must be positive"):
+    with pytest.raises(ValueError, match=r"no list of sizes|must be positive|3 values"):
         load_sizes(tmp_path / "a.csv")
 
 

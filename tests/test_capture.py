@@ -1,6 +1,7 @@
 """Safety of captured graphs: what moves, what does not fit, who else is there."""
 
 import copy
+import pickle
 import threading
 
 import pytest
@@ -147,6 +148,13 @@ def test_borrowed_outputs_that_were_overwritten_raise_in_debug_mode(tower, make_
     kept, view, parts = borrowed.clone(), borrowed[:, :8], borrowed.split(2)
     assert type(kept) is torch.Tensor and torch.equal(view, kept[:, :8])
     view[0, 0] += 0  # in place
+    assert f"{view[0, 0]:.3f}" == f"{kept[0, 0]:.3f}"
+    for one, copied in ((borrowed, kept), (view, kept[:, :8])):
+        for other in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+            assert type(other) is torch.Tensor and torch.equal(other, copied)
+    doubled = torch.compile(lambda rows: rows[:1] * 2, backend="eager")(borrowed)
+    assert torch.equal(doubled, kept[:1] * 2)
+    assert borrowed.to_sparse().is_sparse
     assert torch.equal(borrowed, kept)
     manager.execute(make_batch([(1, 4, 4)]))
     for use in (

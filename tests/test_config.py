@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
@@ -65,3 +66,12 @@ def test_levels_that_are_no_list_are_named() -> None:
     sizes = {"depth": 2, "hidden_size": 64, "num_heads": 1}
     with pytest.raises(ValueError, match="deepstack_visual_indexes 5 is no list"):
         VisionConfig.from_dict(sizes | {"deepstack_visual_indexes": 5})
+
+
+def test_numbers_of_other_kinds() -> None:
+    sizes = {"depth": 2, "hidden_size": 64, "num_heads": 1}
+    assert VisionConfig.from_dict(sizes | {"rope_theta": 5000}).rope_theta == 5000.0
+    rope = {"rope_parameters": {"rope_theta": 5000}}
+    assert VisionConfig.from_dict(sizes | rope).rope_theta == 5000.0
+    levels = (np.int64(0), np.int64(1))
+    assert VisionConfig(depth=2, deepstack_visual_indexes=levels).output_width == 3 * 4096

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder, cudagraph
+from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder, VisionConfig, cudagraph
 from vitgraph.encoder.operations import Plan
+from vitgraph.encoder.sharing import why_not_shareable
 from vitgraph.graphs.media import MediaLoader
 
 PHOTOS = sorted((Path(__file__).parents[1] / "graphs" / "photos").glob("*.jpg"))
@@ -127,6 +128,17 @@ def test_choices_follow_the_parameters(tools, reference) -> None:
     again = half.to(torch.bfloat16).bfloat16()
     assert again.frequencies.dtype == torch.float32
     assert torch.equal(again(pixels, [(1, 4, 4)]), once)
+
+
+def test_norms_may_be_kept_in_float32(tools, reference) -> None:
+    tower = tools.make_reference().bfloat16()
+    for module in tower.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.float()
+    assert why_not_shareable(tower, VisionConfig.from_dict(tower.config.to_dict())) is None
+    encoder, pixels = Qwen3VLVisionEncoder.from_transformers(tower), torch.randn(16, 1536)
+    truth = tools.reference_rows(reference, pixels, [(1, 4, 4)])
+    assert relative_error(encoder(pixels, [(1, 4, 4)]).float(), truth) < 2e-2
 
 
 def test_weights_may_be_dropped_and_loaded_again(tools, reference) -> None:

@@ -1,6 +1,9 @@
 """Outputs are tried before the work, and nothing is left behind by that."""
 
 import argparse
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +18,31 @@ def test_a_file_that_can_be_written(tmp_path) -> None:
     check_output("--save", old)
     check_output("--save", None)
     assert not new.exists() and old.read_text() == "kept"
+
+
+def test_a_pipe_is_left_alone(tmp_path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    check_output("--save", tmp_path / "pipe")  # opening it would wait for a reader
+    reader, writer = os.pipe()
+    try:
+        check_output("--record", Path(f"/dev/fd/{writer}"))
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_links_in_a_circle(tmp_path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(ValueError, match="--save "):
+        check_output("--save", tmp_path / "a")
+
+
+def test_many_ranks_try_one_file(tmp_path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: check_output("--save", tmp_path / "new.json"), range(400)))
+    # One that finds the trial of another leaves it: rank 0 will write there.
+    assert not (tmp_path / "new.json").exists() or not (tmp_path / "new.json").read_text()
 
 
 def test_a_dangling_link_stays_one(tmp_path) -> None:

@@ -249,12 +249,10 @@ def test_what_is_more_than_a_tower_is_refused(tools) -> None:
             super().__init__()
             self.layer = layer
 
-    visual.blocks[0].norm1.half()
-    with pytest.raises(
-        ValueError, match=r"blocks\.0\.norm1\.weight has dtype torch\.float16, others"
-    ):
+    visual.blocks[0].attn.proj.half()
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn\.proj\.weight has dtype torch\.float16"):
         replace_vision_tower(model)
-    visual.blocks[0].norm1.float()
+    visual.blocks[0].attn.proj.float()
     bias, visual.blocks[0].mlp.linear_fc1.bias = visual.blocks[0].mlp.linear_fc1.bias, None
     with pytest.raises(ValueError, match=r"parameters differ in blocks\.0\.mlp\.linear_fc1\.bias"):
         replace_vision_tower(model)

@@ -134,12 +134,16 @@ def load_sizes(path: Path) -> list[Grid]:
             images = [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
             rows: list = [_image_size(file) for file in images]
         elif path.suffix == ".csv":
-            rows = [row for row in csv.reader(path.read_text().splitlines()) if row]
-            if rows and not any(cell.strip().lstrip("-").isdigit() for cell in rows[0]):
+            lines = csv.reader(path.read_text(encoding="utf-8-sig").splitlines())
+            rows = [row for row in lines if "".join(row).strip() and not row[0].startswith("#")]
+            if rows and any(character.isalpha() for character in "".join(rows[0])):
                 rows = rows[1:]  # a head line
         else:
             rows = json.loads(path.read_text())
         sizes = [tuple(map(_whole, row)) for row in rows]
+        for size in sizes:
+            if len(size) == 2 and min(size) < 1:
+                raise ValueError(f"{size} are no width and height")
         grids = [image_grid(*size) if len(size) == 2 else size for size in sizes]
     except UNREADABLE as error:
         raise ValueError(f"--sizes {path}: no list of sizes ({error})") from None
