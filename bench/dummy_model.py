@@ -46,13 +46,9 @@ def write_model(folder: Path, geometry: str = "8b") -> Path:
             "mrope_interleaved": True,
         },
     }
-    names = ("depth", "hidden_size", "intermediate_size", "num_heads", "out_hidden_size")
     config = Qwen3VLConfig(
         text_config=text,
-        vision_config={
-            **{name: getattr(vision, name) for name in names},
-            "deepstack_visual_indexes": list(vision.deepstack_visual_indexes),
-        },
+        vision_config=vision.to_dict(),
         image_token_id=vocabulary["<|image_pad|>"],
         video_token_id=vocabulary["<|video_pad|>"],
         vision_start_token_id=vocabulary["<|vision_start|>"],

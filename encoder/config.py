@@ -1,7 +1,7 @@
 """Geometry of a Qwen3-VL vision tower, read from a Hugging Face config.json."""
 
-import math
-from dataclasses import dataclass, fields
+import sys
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from numbers import Integral
 from pathlib import Path
@@ -69,8 +69,10 @@ class VisionConfig:
         for level in self.deepstack_visual_indexes:
             if not 0 <= level < self.depth:
                 raise ValueError(f"deepstack level {level} is outside the depth {self.depth}")
-        if not isinstance(self.rope_theta, int | float) or not 0 < self.rope_theta < math.inf:
-            raise ValueError(f"rope_theta {self.rope_theta!r} is no positive number")
+        theta = self.rope_theta
+        if not isinstance(theta, int | float) or not 0 < theta <= sys.float_info.max:
+            raise ValueError(f"rope_theta {theta!r:.50} is no positive number")
+        object.__setattr__(self, "rope_theta", float(theta))
         if self.hidden_act != "gelu_pytorch_tanh":
             raise ValueError(f"hidden_act {self.hidden_act!r} is not 'gelu_pytorch_tanh'")
 
@@ -110,9 +112,13 @@ class VisionConfig:
         rope = vision.get("rope_parameters")
         if isinstance(rope, dict) and rope.get("rope_theta") is not None:
             known["rope_theta"] = rope["rope_theta"]
-        if isinstance(known.get("rope_theta"), int):
-            known["rope_theta"] = float(known["rope_theta"])
         return cls(**known)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields under their names in `vision_config`, which has no `rope_theta`."""
+        known = asdict(self) | {"deepstack_visual_indexes": list(self.deepstack_visual_indexes)}
+        del known["rope_theta"]
+        return known
 
     @classmethod
     def from_pretrained(cls, model: str | Path, revision: str | None = None) -> "VisionConfig":

@@ -65,10 +65,8 @@ def _borrowed(value: Any) -> list[BorrowedTensor]:
 
 def _lend_parts(value: Any, owner: BorrowedTensor) -> Any:
     """`value` with the tensors in the memory of `owner` lent as that is."""
-    if type(value) in (list, tuple):
+    if not isinstance(value, Tensor):
         return type(value)(_lend_parts(entry, owner) for entry in value)
-    if not isinstance(value, Tensor) or value is owner:
-        return value
-    if value.untyped_storage().data_ptr() != owner.untyped_storage().data_ptr():
+    if value.untyped_storage().data_ptr() != owner.untyped_storage().data_ptr():  # copied
         return value
     return BorrowedTensor.lend(value, owner.is_current)

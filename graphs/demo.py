@@ -84,13 +84,8 @@ def transformers_tower(config: VisionConfig, device: torch.device, dtype: torch.
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
     torch.manual_seed(0)
-    fields = {
-        name: getattr(config, name)
-        for name in VisionConfig.__dataclass_fields__
-        if name != "rope_theta"
-    }
     with torch.device(device):
-        return Qwen3VLVisionModel(Qwen3VLVisionConfig(**fields)).to(dtype).eval()
+        return Qwen3VLVisionModel(Qwen3VLVisionConfig(**config.to_dict())).to(dtype).eval()
 
 
 def _clip(folder: Path) -> Path:

@@ -173,6 +173,7 @@ def _items(count: int) -> str:
 
 def write(path: Path, results: Sequence[Result]) -> None:
     """Write one tensor an item, named after its file."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
@@ -187,5 +188,8 @@ def write(path: Path, results: Sequence[Result]) -> None:
         grids[name] = "x".join(map(str, result.media.grid))
     path.touch()  # with the permissions that files get here; safetensors' own are 0600
     mode = path.stat().st_mode
-    save_file(tensors, path, metadata=grids)
+    try:
+        save_file(tensors, path, metadata=grids)
+    except SafetensorError as error:  # a full disk, say
+        raise ValueError(f"--output {path}: {error}") from None
     path.chmod(mode)

@@ -12,6 +12,8 @@ from torch import Tensor
 if not torch.cuda.is_available():  # before any kernel module is imported
     os.environ["TRITON_INTERPRET"] = "1"
 
+from vitgraph.encoder import GEOMETRIES
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what is marked `gpu` where there is none."""
@@ -85,14 +87,7 @@ def _rms(x: Tensor) -> Tensor:
     return x.square().mean().sqrt()
 
 
-TINY = dict(
-    depth=4,
-    hidden_size=144,
-    intermediate_size=304,
-    num_heads=2,
-    out_hidden_size=128,
-    deepstack_visual_indexes=[0, 1, 2],
-)
+TINY = GEOMETRIES["tiny"].to_dict()
 
 
 def make_reference(device: str = "cpu", **geometry) -> torch.nn.Module:

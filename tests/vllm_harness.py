@@ -29,20 +29,13 @@ from vllm.distributed import (  # noqa: E402
 from vllm.distributed.device_communicators import shm_broadcast  # noqa: E402
 from vllm.version import __version__ as RELEASE  # noqa: E402
 
+from vitgraph.encoder import GEOMETRIES  # noqa: E402
 from vitgraph.graphs.vllm_plugin import models as ours  # noqa: E402
 from vitgraph.graphs.vllm_plugin import wrapper as wrapper_module  # noqa: E402
 
 MINOR = int(RELEASE.split(".")[1])
 BUDGETS, ITEMS = [64, 128, 512], 8
-VISION = dict(
-    depth=4,
-    hidden_size=144,
-    intermediate_size=304,
-    num_heads=2,
-    out_hidden_size=128,
-    deepstack_visual_indexes=[0, 1, 2],
-    num_position_embeddings=2304,
-)
+VISION = GEOMETRIES["tiny"].to_dict()
 PROCESSOR = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]}
 BATCHES = {
     "below_every_budget": [(1, 4, 4)],

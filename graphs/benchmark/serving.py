@@ -97,7 +97,7 @@ def run_images(
         ways.require(systems, missing)
     result["systems"] |= {name: {"missing": reason} for name, reason in missing.items()}
     requests, warm_up = _counts(args, "images")
-    console.print(f"images: {requests} requests after {warm_up}, {seconds:.0f} s at most")
+    console.print(f"images: {requests} requests after {warm_up} to warm up, if time allows")
     stream = sizes or photographs(requests + warm_up)
     pixels = make_batch(encoder, [max(stream, key=math.prod)]).pixels
     batches = [
@@ -127,7 +127,7 @@ def run_parallel(
         return
     device, dtype, geometry = choose(args)
     requests, warm_up = _counts(args, "parallel")
-    console.print(f"{name}: {requests} requests after {warm_up}, {seconds:.0f} s at most")
+    console.print(f"{name}: {requests} requests after {warm_up} to warm up, if time allows")
     with tempfile.TemporaryDirectory() as folder:
         output, log = Path(folder) / "result.json", Path(folder) / "log"
         options = {

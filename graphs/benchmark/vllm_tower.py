@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vitgraph.encoder import VisionConfig
 from vitgraph.graphs.benchmark.systems import Setup, System, copy_weights, measure_capture
 from vitgraph.graphs.benchmark.workloads import Batch
 
@@ -86,12 +85,10 @@ def _config(setup: Setup, backend: str) -> Any:
     from vllm.config import VllmConfig
     from vllm.config.multimodal import MultiModalConfig
 
-    vision = setup.encoder.config
-    fields = {n: getattr(vision, n) for n in VisionConfig.__dataclass_fields__ if n != "rope_theta"}
     multimodal = MultiModalConfig(mm_encoder_attn_backend=backend, mm_encoder_tp_mode="data")
     config = VllmConfig()
     config.model_config = SimpleNamespace(
-        hf_config=Qwen3VLConfig(vision_config=fields),
+        hf_config=Qwen3VLConfig(vision_config=setup.encoder.config.to_dict()),
         dtype=setup.encoder.dtype,
         max_model_len=setup.budgets[-1],
         multimodal_config=multimodal,
