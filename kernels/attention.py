@@ -275,5 +275,6 @@ def attention(
         HEADS=num_heads, HEAD_DIM=head_dim, HEAD=head, TAIL=tail,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         num_warps=config.num_warps, num_stages=config.num_stages,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return out

@@ -44,6 +44,7 @@ def clear_tail(
             WIDTH=width,
             BLOCK=triton.next_power_of_2(width),
             num_warps=4,
+            enable_fp_fusion=True,
         )
     return x
 

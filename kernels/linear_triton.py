@@ -227,4 +227,5 @@ def linear_triton(
         x.stride(0), residual.stride(0) if residual is not None else 0, out.stride(0),
         capacity, config.small_rows, out_features, in_features, activation,
         large and astuple(large), small and astuple(small), num_warps=config.num_warps,
+        enable_fp_fusion=True,
     )  # fmt: skip
