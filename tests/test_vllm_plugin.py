@@ -33,7 +33,7 @@ CHOSEN = (
 @pytest.mark.vllm
 @pytest.mark.parametrize("release", CHOSEN)
 def test_inside_a_real_release(release) -> None:
-    """tests/vllm_contract.py and vllm_modes.py, in a process of its own."""
+    """tests/vllm_contract.py, vllm_modes.py and vllm_bench.py, in a process of its own."""
     if not (ASKED or os.environ.get("CI") or releases.is_cached(release)):
         pytest.skip(f"vLLM {release} is a download of 300 MB: make test-vllm, or CI=1")
     try:
