@@ -49,6 +49,7 @@ class VisionTowerWrapper:
                 "vitgraph: vLLM's own vision tower serves %s: %s", type(self).__name__, reason
             )
             return
+        encoder.graphs_off = not vllm_config.compilation_config.cudagraph_mm_encoder
         logger.info(
             "vitgraph serves the vision tower of %s: attention %s (vLLM chose %s), %s pixels, "
             "graphs %s, %d rank%s, encoder graph protocol of vLLM %s",
@@ -132,6 +133,8 @@ class VisionTowerWrapper:
             _warn_once(reason)
             self._vitgraph_declined = mm_kwargs
             pixels, grids = None, Grids()
+        else:
+            self.vitgraph.count_replay(grids)
         return self.vitgraph_shape.replay_buffers(
             pixels, self.vitgraph.replay_grids(grids, max_batch_size)
         )
@@ -152,8 +155,10 @@ class VisionTowerWrapper:
         declined, self._vitgraph_declined = self._vitgraph_declined, None
         if declined is not None and declined is batch_mm_kwargs:
             pixel_key, grid_key = _keys(declined)
-            rows = self.vitgraph.encode(declined[pixel_key], declined[grid_key])
+            rows = self.vitgraph.encode(declined[pixel_key], declined[grid_key], "declined")
             output = self.vitgraph_shape.outputs(rows)
+        elif self.vitgraph is not None:
+            self.vitgraph.metrics.end_replay()
         super().postprocess_encoder_output(
             output, *arguments, batch_mm_kwargs=batch_mm_kwargs, **keywords
         )
