@@ -171,7 +171,7 @@ def test_no_graphs_where_vllm_captures_none() -> None:
     assert "cudagraph_mode NONE" in wrapper.why_no_graphs(config, None)
     config.use_v2_model_runner = True  # from 0.28 on, which captures encoders even so
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wrapper, "_new_runner_has_graphs", lambda: True)
+        patch.setattr(wrapper, "new_runner_has_graphs", lambda: True)
         assert wrapper.why_no_graphs(config, None) is None
         config.model_config.enforce_eager = True
         assert "enforce_eager" in wrapper.why_no_graphs(config, None)
@@ -181,6 +181,6 @@ def test_no_graphs_where_vllm_captures_none() -> None:
 def test_a_model_runner_without_graphs(has_graphs, monkeypatch) -> None:
     config = make_config()
     config.use_v2_model_runner = True
-    monkeypatch.setattr(wrapper, "_new_runner_has_graphs", lambda: has_graphs)
+    monkeypatch.setattr(wrapper, "new_runner_has_graphs", lambda: has_graphs)
     reason = wrapper.why_no_graphs(config, None)
     assert reason is None if has_graphs else "VLLM_USE_V2_MODEL_RUNNER=0" in reason

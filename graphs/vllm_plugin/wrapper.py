@@ -207,7 +207,7 @@ def why_no_graphs(vllm_config: Any, encoder: SharedEncoder | None) -> str | None
     if vllm_config.model_config.enforce_eager:
         return "vLLM captures nothing with enforce_eager"
     new_runner = getattr(vllm_config, "use_v2_model_runner", False)
-    if new_runner and not _new_runner_has_graphs():
+    if new_runner and not new_runner_has_graphs():
         return (
             "the V2 model runner of this vLLM has none, whichever the tower: set "
             "VLLM_USE_V2_MODEL_RUNNER=0"
@@ -224,7 +224,7 @@ def why_no_graphs(vllm_config: Any, encoder: SharedEncoder | None) -> str | None
     return None
 
 
-def _new_runner_has_graphs() -> bool:
+def new_runner_has_graphs() -> bool:
     """From vLLM 0.28 on; 0.26 takes that runner for dense models by itself."""
     try:
         from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
