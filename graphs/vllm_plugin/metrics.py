@@ -82,11 +82,11 @@ def _guarded(method: Method) -> Method:
     """Counting that fails ends, with one line in the log, and serving goes on."""
 
     @functools.wraps(method)
-    def call(metrics: "TowerMetrics", *arguments: Any) -> None:
+    def call(metrics: "TowerMetrics", *arguments: Any, **keywords: Any) -> None:
         if metrics.file is None:
             return
         try:
-            method(metrics, *arguments)
+            method(metrics, *arguments, **keywords)
         except Exception as error:
             metrics.file = None
             logger.warning("vitgraph: no metrics: %s: %s", type(error).__name__, error)
@@ -106,26 +106,37 @@ class TowerMetrics:
         self._on_gpu = on_gpu
         self._values: dict[str, float] = {}
         self._start: Any = None
+        self._replay: tuple[int, int, int] | None = None  # items, tokens, budget
         self._running: deque[tuple[str, Any, Any]] = deque()  # served, start, end
         self._events: list[Any] = []
 
     @_guarded
     def start_replay(self, items: int, tokens: int, budget: int) -> None:
-        """Count a replay that is about to be launched; `end_replay` belongs after it."""
+        """A replay is about to be launched; `end_replay` counts it."""
         self._read_clock()
-        self._add("items", items, served="graph")
-        self._add("replays", 1, budget=budget)
-        self._add("replayed_items", items, budget=budget)
-        self._add("tokens", tokens, budget=budget)
-        self._add("capacity_tokens", budget, budget=budget)
+        self._replay = items, tokens, budget
         self._start = self._now()
 
     @_guarded
-    def end_replay(self) -> None:
-        """The replay has been launched. vLLM 0.20 and 0.21 do not tell: no seconds there."""
-        if self._start is not None:
+    def end_replay(self, timed: bool = True) -> None:
+        """The replay has been launched, if there was one: the GPU is busy, and counting is free.
+
+        Args:
+            timed: False where it will be launched only now, as nothing is called after it.
+        """
+        if self._replay is None:
+            return
+        if timed:
             self._running.append(("graph", self._start, self._now()))
-            self._start = None
+        (items, tokens, budget), self._replay = self._replay, None
+        self._add("items", "graph", items)
+        for family, amount in (
+            ("replays", 1),
+            ("replayed_items", items),
+            ("tokens", tokens),
+            ("capacity_tokens", budget),
+        ):
+            self._add(family, budget, amount)
         self._read_clock()
 
     @contextmanager
@@ -143,14 +154,12 @@ class TowerMetrics:
     @_guarded
     def _end_eager(self, items: int, reason: str) -> None:
         self._running.append(("eager", self._start, self._now()))
-        self._start = None
-        self._add("items", items, served="eager")
-        self._add("misses", items, reason=reason)
+        self._add("items", "eager", items)
+        self._add("misses", reason, items)
         self._read_clock()
 
-    def _add(self, family: str, amount: float, **label: object) -> None:
-        ((name, value),) = label.items()
-        key = _key(family, name, str(value))
+    def _add(self, family: str, label: str | int, amount: float) -> None:
+        key = _key(family, label)
         self._values[key] = self._values.get(key, 0.0) + amount
         self.file.write_value(key, self._values[key], 0.0)
 
@@ -169,9 +178,9 @@ class TowerMetrics:
             served, start, end = self._running.popleft()
             if self._on_gpu:
                 self._events += (start, end)
-                self._add("seconds", start.elapsed_time(end) / 1000, served=served)
+                self._add("seconds", served, start.elapsed_time(end) / 1000)
             else:
-                self._add("seconds", end - start, served=served)
+                self._add("seconds", served, end - start)
 
 
 def _open() -> Any:
@@ -201,9 +210,9 @@ def _open() -> Any:
 
 
 @functools.cache
-def _key(family: str, label: str, value: str) -> str:
+def _key(family: str, label: str | int) -> str:
     from prometheus_client.mmap_dict import mmap_key
 
     text, labels = FAMILIES[family]
     name = PREFIX + family
-    return mmap_key(name, f"{name}_total", labels, [ENCODER, value], text)
+    return mmap_key(name, f"{name}_total", labels, [ENCODER, str(label)], text)

@@ -149,8 +149,8 @@ class SharedEncoder:
             return f"{frames} frames are more than the {self._max_sequences} of a replay"
         return None
 
-    def count_replay(self, grids: Grids) -> None:
-        """Count the replay that vLLM is about to launch, in the smallest budget that fits."""
+    def start_replay(self, grids: Grids) -> None:
+        """Tell the metrics that vLLM is about to replay a pack, in the smallest budget that fits."""
         tokens = sum(grids.num_patches) // self.encoder.config.spatial_merge_size**2
         budget = min((budget for budget in self._captures if budget >= tokens), default=tokens)
         self.metrics.start_replay(len(grids), tokens, budget)

@@ -134,7 +134,9 @@ class VisionTowerWrapper:
             self._vitgraph_declined = mm_kwargs
             pixels, grids = None, Grids()
         else:
-            self.vitgraph.count_replay(grids)
+            self.vitgraph.start_replay(grids)
+            if not self.vitgraph_shape.item_specs:  # nothing is called after the replay
+                self.vitgraph.metrics.end_replay(timed=False)
         return self.vitgraph_shape.replay_buffers(
             pixels, self.vitgraph.replay_grids(grids, max_batch_size)
         )
