@@ -150,7 +150,7 @@ class SharedEncoder:
         return None
 
     def start_replay(self, grids: Grids) -> None:
-        """Tell the metrics that vLLM is about to replay a pack, in the smallest budget that fits."""
+        """Tell the metrics that vLLM is about to replay a pack, in the smallest budget it fits."""
         tokens = sum(grids.num_patches) // self.encoder.config.spatial_merge_size**2
         budget = min((budget for budget in self._captures if budget >= tokens), default=tokens)
         self.metrics.start_replay(len(grids), tokens, budget)
