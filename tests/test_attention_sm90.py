@@ -2,9 +2,6 @@
 keys, isolation, races. The plan of the split is plain Triton and is tested anywhere."""
 
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -72,32 +69,6 @@ def test_parts_cover_every_key_of_every_item_once(lengths, device):
 def test_long_sequences_are_split_where_programs_would_idle(device):
     tiles = attention_tiles(offsets([3100], device), 3100, 3, CONFIGS["tall"])
     assert (tiles.table[: tiles.state[0], 6] > 1).any()
-
-
-COMPILE = """
-import torch
-from vitgraph.kernels.attention import attention, attention_tiles
-from vitgraph.kernels.attention_sm90 import AttentionSm90Config
-from vitgraph.kernels.offline import compiling_for
-
-qkv = torch.empty(256, 3, 16, {head_dim}, dtype=torch.bfloat16)
-cu_seqlens = torch.zeros(3, dtype=torch.int32)
-with compiling_for("sm_90") as compiled:
-    attention(qkv, cu_seqlens, tiles=attention_tiles(cu_seqlens, 256, 16, {config}))
-for kernel in compiled:
-    print(kernel.name, kernel.stack_bytes)
-"""
-
-
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-@pytest.mark.parametrize("head_dim", [64, 72])
-def test_compiles_without_spills(config, head_dim):
-    """Offline, in a process of its own: in this one kernels may be interpreted."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE.format(head_dim=head_dim, config=config)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["attention_tiles_kernel", "0", "attention_sm90_kernel", "0"]
 
 
 @pytest.mark.gpu
