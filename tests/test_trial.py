@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vitgraph.kernels import launch
-from vitgraph.kernels.sm90 import trial
+from vitgraph.kernels.sm90 import trial, trial_cases
 
 GPU = torch.device("cuda", 0)
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -95,7 +95,7 @@ PAST = torch.full((2, 8), float("nan"))
     ids=["right", "one_row", "nan", "moving", "past"],
 )
 def test_what_counts_as_wrong(results, past, problem):
-    found = trial._compare(results, TRUTH, past)
+    found = trial_cases._compare(results, TRUTH, past)
     assert found is None if problem is None else problem in found
 
 
