@@ -15,8 +15,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitgraph.encoder import attention_flash, attention_flashinfer
-from vitgraph.encoder.attention_trial import TAIL, Heads
+from vitgraph.encoder.attention import flash, flashinfer
+from vitgraph.encoder.attention.trial import TAIL, Heads
 from vitgraph.kernels.attention import attention, attention_config, attention_tiles
 from vitgraph.kernels.clear_tail import clear_tail
 from vitgraph.kernels.layout import Layout
@@ -76,11 +76,11 @@ def theirs(name: str, lengths: list[int], rows: int = 0, slots: int = 0) -> Atte
         return sdpa(lengths, SDPA[name])
     device = torch.device("cuda")
     if name == "flashinfer":
-        answer, build = attention_flashinfer.serving(HEADS, device)
+        answer, build = flashinfer.serving(HEADS, device)
     else:
-        provider = next(one for one in attention_flash.PROVIDERS if one.name == name)
-        answer = attention_flash.probe(provider, HEADS, device)
-        build = attention_flash.build_with(provider)
+        provider = next(one for one in flash.PROVIDERS if one.name == name)
+        answer = flash.probe(provider, HEADS, device)
+        build = flash.build_with(provider)
     if not answer.ok:
         pytest.skip(f"{name}: {answer.reason}")
     layout = make_layout(lengths, rows or sum(lengths), slots or len(lengths), rows or max(lengths))

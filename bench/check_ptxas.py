@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from vitgraph.graphs.benchmark.report import header
-from vitgraph.graphs.outputs import output_file
+from vitgraph.bench.outputs import output_file
+from vitgraph.bench.report import header
 
 LENGTHS = (1, 37, 192, 257, 1024, 700, 3100)
 SAME_PTX_VERSION = "12.8"
@@ -31,7 +31,7 @@ SAME_PTX_VERSION = "12.8"
 def outputs(rounds: int) -> dict[str, dict]:
     """For each variant a hash of each round's output, and the worst error of a row."""
     from vitgraph.kernels.attention import attention, attention_reference, attention_tiles
-    from vitgraph.kernels.attention_sm90 import CONFIGS
+    from vitgraph.kernels.sm90.attention import CONFIGS
 
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).to("cuda", torch.int32)
     found = {}

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from vitgraph.graphs.benchmark.report import header, title_of
+from vitgraph.bench.report import header, title_of
 
 MIN_LAUNCHES = 10  # a graph; more when there are more buffers
 ROUNDS = 15  # replays of each graph, kernel and baseline alternating

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from vitgraph.bench.options import require
+from vitgraph.bench.outputs import output_file
+from vitgraph.bench.report import header
+from vitgraph.bench.workloads import BUDGETS, MAX_ITEMS, WORKLOADS
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager
-from vitgraph.graphs.benchmark.options import require
-from vitgraph.graphs.benchmark.report import header
-from vitgraph.graphs.benchmark.workloads import BUDGETS, MAX_ITEMS, WORKLOADS
 from vitgraph.graphs.data_parallel import DataParallelEncoder
-from vitgraph.graphs.outputs import output_file
 
 BATCHES = ("20 x (1,20,20)", "mix of 7")
 

@@ -19,9 +19,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from vitgraph.graphs.benchmark.options import require
-from vitgraph.graphs.benchmark.report import header
-from vitgraph.graphs.outputs import output_file
+from vitgraph.bench.options import require
+from vitgraph.bench.outputs import output_file
+from vitgraph.bench.report import header
 
 SECTIONS = (
     "SpeedOfLight",

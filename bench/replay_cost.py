@@ -16,14 +16,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from vitgraph.bench.families import build
+from vitgraph.bench.options import require
+from vitgraph.bench.outputs import output_file
+from vitgraph.bench.report import header
+from vitgraph.bench.systems import Setup
+from vitgraph.bench.timing import wall
+from vitgraph.bench.workloads import make_batch
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager
-from vitgraph.graphs.benchmark.options import require
-from vitgraph.graphs.benchmark.report import header
-from vitgraph.graphs.benchmark.systems import Setup, build
-from vitgraph.graphs.benchmark.timing import wall
-from vitgraph.graphs.benchmark.workloads import make_batch
-from vitgraph.graphs.outputs import output_file
 
 CAPACITY = 6144
 Grids = list[tuple[int, int, int]]
@@ -33,8 +34,11 @@ def replay_ms(manager: EncoderCudaGraphManager, grids: Grids) -> float:
     """Median GPU time of the replay that serves `grids`, inputs in place."""
     patches = sum(t * h * w for t, h, w in grids)
     pixels = torch.randn(patches, 1536, device="cuda").to(manager.model.dtype)
+    packs = []
+    manager.on_pack = lambda pack, _: packs.append(pack)
     manager.execute({"pixel_values": pixels, "image_grid_thw": grids}, borrow=True)
-    (pack,) = manager.last_plan
+    manager.on_pack = None
+    (pack,) = packs
     graph = manager.budget_graphs[pack.budget].graph
     times = []
     for _ in range(25):
@@ -103,7 +107,7 @@ def main() -> None:
         "host_ms": hosts,
         "plans": {
             budget: {"attention": plan.attention, **plan.providers}
-            for budget, plan in encoder.plans.items()
+            for budget, plan in roomy.model.plans.items()
         },
     }
     console = Console(width=120)

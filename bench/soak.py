@@ -27,10 +27,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from vitgraph.bench.outputs import output_file
+from vitgraph.bench.report import header
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager
-from vitgraph.graphs.benchmark.report import header
-from vitgraph.graphs.outputs import output_file
 
 CHECK_EVERY = 100
 STALLED = 60  # seconds

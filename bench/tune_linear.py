@@ -24,8 +24,8 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from vitgraph.graphs.benchmark.options import require
-from vitgraph.graphs.outputs import output_file
+from vitgraph.bench.options import require
+from vitgraph.bench.outputs import output_file
 from vitgraph.kernels.linear import linear_reference
 from vitgraph.kernels.linear_triton import linear_triton
 from vitgraph.kernels.tiles import LinearConfig, Tile, linear_config

@@ -32,11 +32,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_inside import measure_engine
-from vllm_lanes import TOWERS, run_lanes
-from vllm_script import parse_arguments, work_folder
-
-from vitgraph.graphs.benchmark.workloads import WORKLOADS
+from vitgraph.bench.vllm_inside import measure_engine
+from vitgraph.bench.vllm_lanes import TOWERS, run_lanes
+from vitgraph.bench.vllm_script import parse_arguments, work_folder
+from vitgraph.bench.workloads import WORKLOADS
 
 BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 TP_MODES = ("data", "weights")

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from vllm_alone import alone
-from vllm_lanes import Recorder, engine_options, prepare_vllm
 
-from vitgraph.graphs.benchmark.report import header
-from vitgraph.graphs.benchmark.workloads import BUDGETS, MAX_ITEMS, WORKLOADS
+from vitgraph.bench.report import header
+from vitgraph.bench.vllm_alone import alone
+from vitgraph.bench.vllm_lanes import Recorder, engine_options, prepare_vllm
+from vitgraph.bench.workloads import BUDGETS, MAX_ITEMS, WORKLOADS
 
 PROMPTS, NEW_TOKENS, SAMPLED_ROWS = 30, 4, 32
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"

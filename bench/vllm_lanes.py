@@ -21,7 +21,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from vllm_alone import groups_of, others, signal_groups, was_alone
+from vitgraph.bench.vllm_alone import groups_of, others, signal_groups, was_alone
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model is reached from the script

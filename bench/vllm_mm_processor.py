@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-from vllm_alone import alone
-from vllm_lanes import (
+from vitgraph.bench.vllm_alone import alone
+from vitgraph.bench.vllm_lanes import (
     TOWERS,
     Recorder,
     compilation_options,
@@ -27,9 +27,8 @@ from vllm_lanes import (
     prepare_vllm,
     run_lanes,
 )
-from vllm_script import parse_arguments, work_folder
-
-from vitgraph.graphs.benchmark.workloads import SERVING_BUDGETS, SERVING_ITEMS
+from vitgraph.bench.vllm_script import parse_arguments, work_folder
+from vitgraph.bench.workloads import SERVING_BUDGETS, SERVING_ITEMS
 
 BACKENDS = ("FLASH_ATTN", "FLASHINFER")
 LIMITS = json.dumps({"image": 20, "video": 0})
@@ -144,7 +143,8 @@ def run_tool(spec: dict) -> None:
     import vllm
     from vllm.benchmarks import mm_processor
     from vllm.utils.argparse_utils import FlexibleArgumentParser
-    from vllm_inside import describe
+
+    from vitgraph.bench.vllm_inside import describe
 
     if not hasattr(mm_processor.pd, "__version__"):  # its table is printed with pandas
         rows = SimpleNamespace(to_string=lambda **_: "")

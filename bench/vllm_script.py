@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from vitgraph.graphs.benchmark.options import require
+from vitgraph.bench.options import require
 
 MODES = ("graph", "eager")
 

@@ -21,9 +21,9 @@ import time
 import urllib.request
 from pathlib import Path
 
-from vllm_alone import alone
-from vllm_lanes import TOWERS, Recorder, plugin_is_installed, runner_environment
-from vllm_mm_processor import (
+from vitgraph.bench.vllm_alone import alone
+from vitgraph.bench.vllm_lanes import TOWERS, Recorder, plugin_is_installed, runner_environment
+from vitgraph.bench.vllm_mm_processor import (
     MIXES,
     remarks,
     request_arguments,
@@ -31,7 +31,7 @@ from vllm_mm_processor import (
     server_arguments,
     where,
 )
-from vllm_script import parse_arguments
+from vitgraph.bench.vllm_script import parse_arguments
 
 NEW_TOKENS = 4
 # Dummy weights may choose tokens that are not shown, which a client would wait for: always "a".
@@ -63,7 +63,7 @@ def run_server(spec: dict) -> None:
     from vllm.benchmarks import serve
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from vitgraph.graphs.benchmark.report import header
+    from vitgraph.bench.report import header
 
     started = time.perf_counter()
     server, address = start(spec, runner_environment(vllm.__version__))

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitgraph.encoder.attention import BACKENDS, resolve_backend
-from vitgraph.encoder.attention_trial import Heads
+from vitgraph.encoder.attention.backends import BACKENDS, resolve_backend
+from vitgraph.encoder.attention.trial import Heads
 from vitgraph.encoder.checkpoint import load_vision_weights, open_checkpoint
 from vitgraph.encoder.config import VisionConfig
-from vitgraph.encoder.cudagraph import EncoderCudaGraphMixin
 from vitgraph.encoder.inputs import check_grids, check_pixels, host_grids, outlives
 from vitgraph.encoder.modules import Block, Merger, PatchEmbed
 from vitgraph.encoder.operations import OpsName, Plan, resolve_operations
@@ -26,14 +25,14 @@ from vitgraph.kernels.rotary import rotary_frequencies
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # the last for truth
 
 
-class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
+class Qwen3VLVisionEncoder(nn.Module):
     """Pixels and grids in, embeddings out; inference only.
 
     Args:
         config: geometry.
         device, dtype: of the parameters; dtype is float32, bfloat16, float16 or, with torch
             operations, float64.
-        attention: "auto" or a backend of `vitgraph.encoder.attention`, by our name or vLLM's.
+        attention: "auto" or a backend of `encoder.attention`, by our name or vLLM's.
         ops: "triton" kernels, plain "torch" operations, or "auto": Triton on a GPU.
         pixel_dtype: what a manager takes and captures for: None for `dtype`, or torch.uint8 for
             patches that are normalised on load; the encoder itself takes both.
@@ -86,9 +85,6 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.ops = resolve_operations(ops, device, self.dtype)
         self.plan = Plan(resolve_backend(attention, self.heads, device))
-        self.auto_attention = attention == "auto"
-        self.plans: dict[int, Plan] = {}
-        self.calibrated: dict[tuple, Plan] = {}
         self._settled_for = (device, self.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -196,6 +192,16 @@ class Qwen3VLVisionEncoder(EncoderCudaGraphMixin, nn.Module):
     def heads(self) -> Heads:
         """What attention needs to know."""
         return Heads(self.config.num_heads, self.config.head_dim, self.dtype)
+
+    @property
+    def requested_attention(self) -> str:
+        """The attention backend that was asked for, "auto" among them."""
+        return self._requested[0]
+
+    @property
+    def auto_attention(self) -> bool:
+        """Whether a capture may choose the attention backend."""
+        return self.requested_attention == "auto"
 
     @property
     def attention(self) -> str:

@@ -82,8 +82,9 @@ class BudgetGraphs:
             self.by_budget[budget] = metadata
             metadata.memory_bytes = self._memory_in_use() - before
         self.dropped = tuple(sorted(dropped))
-        if isinstance(self.model, nn.Module):
-            self._addresses = Addresses(self.model)
+        module = getattr(self.model, "module", self.model)
+        if isinstance(module, nn.Module):
+            self._addresses = Addresses(module)
 
     def replay(
         self, selected: dict[str, Any], budget: int, tokens: int, *, borrow: bool = False

@@ -17,8 +17,8 @@ class CompilationConfig:
     Attributes:
         cudagraph_mm_encoder: capture and replay graphs; False runs everything eagerly.
         encoder_cudagraph_token_budgets: capacities in tokens; empty infers powers of two over the
-            model's range, its maximum included. Also a name: "ladder" (four steps an octave),
-            "ladder:STEPS", or "traffic:FILE", those that fit a histogram of `TrafficRecorder`.
+            model's range, its maximum included. Also a name: "ladder" (four steps an octave) or
+            "ladder:STEPS".
         encoder_cudagraph_max_images_per_batch: items in one replay; 0 infers max_budget //
             min_budget, never above the smallest budget.
             `encoder_cudagraph_max_vision_items_per_batch` is the same.
@@ -124,11 +124,11 @@ def check_name(budgets: str) -> tuple[str, str]:
     """
     name, _, argument = budgets.partition(":")
     steps = argument.isdecimal() and len(argument) < 10 and 0 < int(argument) < 1000
-    known = {"powers_of_two": not argument, "ladder": steps or not argument, "traffic": argument}
+    known = {"powers_of_two": not argument, "ladder": steps or not argument}
     if not known.get(name):
         raise ValueError(
             f"encoder_cudagraph_token_budgets: {budgets!r} is none of 'powers_of_two', 'ladder', "
-            f"'ladder:STEPS' (1 to 999), 'traffic:FILE'"
+            f"'ladder:STEPS' (1 to 999)"
         )
     return name, argument
 
@@ -159,8 +159,6 @@ def infer_limits(
     budgets = config.encoder_cudagraph_token_budgets
     max_items = config.encoder_cudagraph_max_images_per_batch
     smallest, largest = budget_range
-    if not budgets:
-        budgets = powers_of_two(max(smallest, min(max_items, largest)), largest)
     if max_items > budgets[0]:
         raise ValueError(
             f"encoder_cudagraph_max_images_per_batch {max_items} is above the smallest budget "

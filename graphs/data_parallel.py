@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vitgraph.graphs.manager import EncoderCudaGraphManager
 from vitgraph.graphs.protocol import checked
+from vitgraph.graphs.qwen3_vl import as_model
 
 # Its name from torch 2.13 on; the older one warns there.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -48,9 +50,9 @@ class DataParallelEncoder:
     """Every rank gets the whole batch, encodes its share, and returns all outputs.
 
     Args:
-        encoder: a captured `EncoderCudaGraphManager`, or any model that implements
-            `SupportsEncoderCudaGraph` and has `device` and `dtype`, which then runs eagerly. The
-            weights of all ranks must be the same.
+        encoder: a captured `EncoderCudaGraphManager`, or a `Qwen3VLVisionEncoder` or any model that
+            implements `SupportsEncoderCudaGraph` and has `device` and `dtype`, which then runs
+            eagerly. The weights of all ranks must be the same.
         group: the process group; the default one if None. Making a `DataParallelEncoder` is a
             collective operation, as is `execute`.
         check: compare the batches of all ranks in each run: a few bytes over gloo, while the GPU
@@ -63,8 +65,8 @@ class DataParallelEncoder:
     def __init__(
         self, encoder: Any, group: dist.ProcessGroup | None = None, check: bool = True
     ) -> None:
-        self.encoder = encoder
-        self.model = getattr(encoder, "model", encoder)
+        self.encoder = as_model(encoder)
+        self.model = getattr(self.encoder, "model", self.encoder)
         self.group = group
         self._calls = 0
         self._turn = threading.Lock()
@@ -96,14 +98,14 @@ class DataParallelEncoder:
 
     def _execute(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
         model, error, digest = self.model, None, INVALID
-        own: list[Tensor] = []
+        own: Tensor | None = None
         self._calls += 1
         try:
             mm_kwargs = checked(model, mm_kwargs)
             sizes = model.get_encoder_cudagraph_per_item_input_sizes(mm_kwargs)
             tokens = model.get_encoder_cudagraph_per_item_output_tokens(mm_kwargs)
             ranks, digest = assign(sizes, self.world), FAILED
-            own = self._encode(mm_kwargs, ranks[self.rank], len(sizes), tokens)
+            own = self._encode(mm_kwargs, ranks[self.rank], len(sizes))
             digest = _digest(self._calls, self.dtype, mm_kwargs, sizes)
         except Exception as mistake:  # the others wait for this rank: tell them first
             error = mistake
@@ -111,24 +113,25 @@ class DataParallelEncoder:
         problem = self._compare(digest)
         if error is not None or problem is not None:
             raise error or problem
-        if self.world == 1 or not sizes:
-            return own
-        return self._gather(own, ranks, tokens)
+        if not sizes:
+            return []
+        return self._gather(own, ranks, tokens) if self.world > 1 else list(own.split(tokens))
 
     def _encode(
-        self, mm_kwargs: dict[str, Any], indices: list[int], num_items: int, tokens: list[int]
-    ) -> list[Tensor]:
-        """The outputs of this rank's items; nothing is launched without any."""
+        self, mm_kwargs: dict[str, Any], indices: list[int], num_items: int
+    ) -> Tensor | None:
+        """The rows of this rank's items; nothing is launched without any."""
         if not indices:
-            return []
+            return None
         if len(indices) < num_items:
             mm_kwargs = self.model.select_encoder_cudagraph_items(mm_kwargs, indices)
-        if self.encoder is not self.model:
-            return self.encoder.execute(mm_kwargs)
-        rows = self.model.encoder_eager_forward(mm_kwargs)
-        return list(rows.split([tokens[index] for index in indices]))
+        if isinstance(self.encoder, EncoderCudaGraphManager):
+            return self.encoder.encode(mm_kwargs, borrow=self.world > 1)[0]
+        return self.model.encoder_eager_forward(mm_kwargs)
 
-    def _gather(self, own: list[Tensor], ranks: list[list[int]], tokens: list[int]) -> list[Tensor]:
+    def _gather(
+        self, own: Tensor | None, ranks: list[list[int]], tokens: list[int]
+    ) -> list[Tensor]:
         """All ranks' outputs by one all-gather of equal shares, the last rows of which are
         undefined where a rank has fewer."""
         share = max(sum(tokens[index] for index in indices) for indices in ranks)
@@ -136,8 +139,8 @@ class DataParallelEncoder:
             self.world * share, self.width, device=self.encoder.device, dtype=self.dtype
         )
         mine = rows[self.rank * share : (self.rank + 1) * share]
-        if own:
-            torch.cat(own, out=mine[: sum(map(len, own))])
+        if own is not None:
+            mine[: len(own)].copy_(own)
         _all_gather(rows, mine, group=self.group)
         outputs: list[Tensor | None] = [None] * len(tokens)
         for rank, indices in enumerate(ranks):

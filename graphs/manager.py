@@ -2,46 +2,43 @@
 
 import logging
 import threading
-import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from vitgraph.encoder.inputs import Grid
-from vitgraph.graphs.borrow import BorrowedTensor
-from vitgraph.graphs.budgets import TrafficRecorder, resolve_budgets
+from vitgraph.graphs.budgets import resolve_budgets
 from vitgraph.graphs.capture import BudgetGraphMetadata, BudgetGraphs
 from vitgraph.graphs.config import CompilationConfig, infer_limits
-from vitgraph.graphs.cost import CostModel
-from vitgraph.graphs.measure import measure_costs
-from vitgraph.graphs.packing import Item, Pack, greedy, minimise_cost, split_eager
+from vitgraph.graphs.packing import Item, Pack, greedy
 from vitgraph.graphs.protocol import (
     SupportsEncoderCudaGraph,
     checked,
     items_of,
     require_protocol,
 )
-from vitgraph.graphs.recording import RunRecorder
-from vitgraph.graphs.statistics import Statistics
+from vitgraph.graphs.qwen3_vl import as_model
+from vitgraph.graphs.statistics import Statistics, Stopwatch
 from vitgraph.kernels.launch import on_device
 
 logger = logging.getLogger(__name__)
 
+OnPack = Callable[[Pack, Stopwatch], None]
+
 
 class EncoderCudaGraphManager:
-    """Serve batches of any model that implements `SupportsEncoderCudaGraph`.
+    """Serve batches of an encoder, or of any model that implements `SupportsEncoderCudaGraph`.
 
     Args:
-        model: the encoder.
+        model: a `Qwen3VLVisionEncoder`, or such a model; kept as `model`, an encoder inside its
+            `Qwen3VLGraphModel`.
         config: see `CompilationConfig`; without `cudagraph_mm_encoder` everything runs eagerly.
         device, dtype: of the static buffers, of a model that does not say.
         log_interval: log the statistics every so many batches, 0 for never.
-        profile: measure each pack into `last_seconds`, at the price of a synchronisation a pack.
-        debug: borrowed outputs raise when they are used after they were overwritten.
-        packing: "greedy", or "cost" for the least predicted time; the costs are measured at
-            capture, or given here (for the same budgets). On a CPU "cost" is greedy, too.
+        on_pack: called as on_pack(pack, stopwatch) once a batch has been launched, for each of its
+            packs; `stopwatch.seconds()` waits for the pack and tells how long it took.
 
     Raises:
         ValueError: a model without the protocol's methods, a device or dtype that is not its own,
@@ -50,17 +47,16 @@ class EncoderCudaGraphManager:
 
     def __init__(
         self,
-        model: SupportsEncoderCudaGraph,
+        model: SupportsEncoderCudaGraph | torch.nn.Module,
         config: CompilationConfig | None = None,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         log_interval: int = 100,
-        profile: bool = False,
-        debug: bool = False,
-        packing: Literal["greedy", "cost"] | CostModel = "greedy",
+        on_pack: OnPack | None = None,
     ) -> None:
-        require_protocol(model, for_packing=packing == "cost")
+        self.model = as_model(model)
+        require_protocol(self.model)
         if config is not None and not isinstance(config, CompilationConfig):
             raise ValueError(
                 f"config is a {type(config).__name__}, no CompilationConfig; "
@@ -68,17 +64,11 @@ class EncoderCudaGraphManager:
             )
         if not isinstance(log_interval, int) or log_interval < 0:
             raise ValueError(f"log_interval {log_interval!r} is no integer of at least 0")
-        if packing not in ("greedy", "cost") and not isinstance(packing, CostModel):
-            raise ValueError(f"packing {packing!r} is 'greedy', 'cost' or a CostModel")
-        self.model = model
-        self.packing = packing
-        self.cost_model = packing if isinstance(packing, CostModel) else None
-        self.traffic: TrafficRecorder | None = None
-        self.run: RunRecorder | None = None
+        self.on_pack = on_pack
         self.config = config or CompilationConfig()
         self._given = device, dtype
         self._settle()
-        budget_range = model.get_encoder_cudagraph_budget_range()
+        budget_range = self.model.get_encoder_cudagraph_budget_range()
         budgets = resolve_budgets(
             self.config.encoder_cudagraph_token_budgets,
             budget_range,
@@ -87,22 +77,12 @@ class EncoderCudaGraphManager:
         self._requested = infer_limits(
             replace(self.config, encoder_cudagraph_token_budgets=budgets),
             budget_range,
-            model.get_encoder_cudagraph_config().sequences_are_free,
+            self.model.get_encoder_cudagraph_config().sequences_are_free,
         )
-        if self.cost_model is not None and self.cost_model.budgets != self._requested.budgets:
-            raise ValueError(
-                f"the cost model has budgets {list(self.cost_model.budgets)}, the configuration "
-                f"{list(self._requested.budgets)}"
-            )
         self.limits = self._requested
         self.statistics = Statistics(self.limits.budgets, log_interval)
-        self.profile = profile
-        self.debug = debug
-        self.last_plan: list[Pack] = []
-        self.last_seconds: list[float] = []
-        self._graphs = BudgetGraphs(model, self.limits, self.device, self.dtype)
+        self._graphs = BudgetGraphs(self.model, self.limits, self.device, self.dtype)
         self._lock = threading.RLock()
-        self._generation = 0
         self._busy = False
         self._stream: torch.cuda.Stream | None = None
 
@@ -149,8 +129,6 @@ class EncoderCudaGraphManager:
             self._warm_up()
             captured = tuple(sorted(graphs.by_budget))
             self.limits = replace(self._requested, budgets=captured or self._requested.budgets)
-            if captured:
-                self._settle_costs()
 
     def _warm_up(self) -> None:
         """Let the model compile what a miss will need."""
@@ -172,20 +150,6 @@ class EncoderCudaGraphManager:
             return current
         self._stream = self._stream or torch.cuda.Stream(self.device)
         return self._stream
-
-    def _settle_costs(self) -> None:
-        """Measure the cost model, or keep of a given one what was captured."""
-        self.cost_model = None
-        if isinstance(self.packing, CostModel):
-            self.cost_model = self.packing.restricted_to(self.limits.budgets)
-        elif self.packing == "cost" and self.device.type != "cuda":
-            logger.info("packing is greedy: nothing is captured on a CPU, so no costs to measure")
-        elif self.packing == "cost":
-            merge_size = getattr(getattr(self.model, "config", None), "spatial_merge_size", 2)
-            try:
-                self.cost_model = measure_costs(self._time, self.limits, merge_size=merge_size)
-            except torch.OutOfMemoryError as error:
-                logger.warning("packing is greedy: no memory to measure the costs (%s)", error)
 
     def clear(self) -> None:
         """Release all graphs and static buffers; batches run eagerly until the next `capture`."""
@@ -219,17 +183,6 @@ class EncoderCudaGraphManager:
             "dropped": list(self._graphs.dropped),
         }
 
-    def record_traffic(self) -> TrafficRecorder:
-        """Count from now on what shares a replay, for budgets that fit (`budgets.traffic`)."""
-        self.traffic = self.traffic or TrafficRecorder()
-        return self.traffic
-
-    def record_run(self) -> RunRecorder:
-        """Keep every pack and its time from now on, for `vitgraph stats`; costs what `profile`
-        does."""
-        self.run = self.run or RunRecorder()
-        return self.run
-
     def execute(self, mm_kwargs: dict[str, Any], *, borrow: bool = False) -> list[Tensor]:
         """Encode a batch.
 
@@ -249,95 +202,85 @@ class EncoderCudaGraphManager:
                 usable.
             RuntimeError: weights moved since capture; nothing has run.
         """
+        rows, tokens = self.encode(mm_kwargs, borrow=borrow)
+        return list(rows.split(tokens)) if tokens else []
+
+    def encode(
+        self, mm_kwargs: dict[str, Any], *, borrow: bool = False
+    ) -> tuple[Tensor, list[int]]:
+        """`execute`, with the rows of all items in one tensor and the tokens of each item."""
         mm_kwargs = checked(self.model, mm_kwargs)
         items = items_of(self.model, mm_kwargs)
         if not items:
-            self.last_plan, self.last_seconds = [], []
-            return []
+            width = self.model.get_encoder_cudagraph_config().out_hidden_size
+            return torch.empty(0, width, dtype=self.dtype, device=self.device), []
         with self._lock, on_device(self.device), torch.no_grad():
             if self._busy:
                 raise RuntimeError("execute() was called from within the model's forward")
             self._busy = True
             try:
-                return self._execute(mm_kwargs, items, borrow)
+                return self._encode(mm_kwargs, items, borrow), [item.tokens for item in items]
             finally:
                 self._busy = False
 
-    def _execute(self, mm_kwargs: dict[str, Any], items: list[Item], borrow: bool) -> list[Tensor]:
-        plan, seconds = self._plan(items), []
-        outputs: list[Tensor | None] = [None] * len(items)
-        profile = self.profile or self.run is not None
+    def _encode(self, mm_kwargs: dict[str, Any], items: list[Item], borrow: bool) -> Tensor:
+        plan = greedy(items, self.limits) if self.is_captured() else [_all_of(items)]
         if any(pack.budget is not None for pack in plan):
             self._graphs.check_addresses()
-        for pack in plan:
-            started = time.perf_counter()
-            lent = borrow and len(plan) == 1 and pack.budget is not None
-            rows = self._run(mm_kwargs, pack, lent)
-            sizes = [items[index].tokens for index in pack.indices]
-            for index, output in zip(pack.indices, rows.split(sizes), strict=True):
-                outputs[index] = self._lend(output) if lent and self.debug else output
-            if profile and self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            seconds.append(time.perf_counter() - started if profile else 0.0)
-        # Counted when all of it has run: a batch that raises leaves the numbers as they were.
-        for pack, took in zip(plan, seconds, strict=True):
+        watches = [Stopwatch(self.device, self.on_pack is not None) for _ in plan]
+        if len(plan) == 1:
+            with watches[0]:
+                rows = self._run(mm_kwargs, plan[0], borrow)
+        else:
+            rows = self._run_apart(mm_kwargs, plan, items, watches)
+        # Counted when all of it was launched: a batch that raises leaves the numbers as they were.
+        for pack, watch in zip(plan, watches, strict=True):
             if pack.budget is not None:
-                self.statistics.record_replay(pack, took)
+                self.statistics.record_replay(pack)
             else:
-                reasons = (self._miss_reason(items[index]) for index in pack.indices)
-                self.statistics.record_misses(reasons, took)
-            if self.run is not None:
-                self.run.record(pack, took)
-        self.last_plan, self.last_seconds = plan, seconds if profile else []
+                self.statistics.record_misses(self._miss_reason(items[i]) for i in pack.indices)
+            if self.on_pack is not None:
+                self.on_pack(pack, watch)
         self.statistics.finish_batch()
-        return outputs
+        return rows
+
+    def _run_apart(
+        self,
+        mm_kwargs: dict[str, Any],
+        plan: list[Pack],
+        items: list[Item],
+        watches: list[Stopwatch],
+    ) -> Tensor:
+        """Several packs, each item's rows put where they belong."""
+        tokens = [item.tokens for item in items]
+        rows: Tensor | None = None
+        for pack, watch in zip(plan, watches, strict=True):
+            with watch:
+                part = self._run(mm_kwargs, pack, True)
+                if rows is None:
+                    rows = part.new_empty(sum(tokens), *part.shape[1:])
+                    places = rows.split(tokens)
+                parts = part.split([tokens[index] for index in pack.indices])
+                torch._foreach_copy_([places[index] for index in pack.indices], list(parts))
+        return rows
+
+    def _run(self, mm_kwargs: dict[str, Any], pack: Pack, borrow: bool) -> Tensor:
+        if len(pack.indices) < self.model.get_encoder_cudagraph_num_items(mm_kwargs):
+            mm_kwargs = self.model.select_encoder_cudagraph_items(mm_kwargs, list(pack.indices))
+        if pack.budget is None:
+            return self.model.encoder_eager_forward(mm_kwargs)
+        return self._graphs.replay(mm_kwargs, pack.budget, pack.tokens, borrow=borrow)
 
     def get_cumulative_stats(self) -> dict[str, Any]:
         """Hits and misses (items), replays and fill per budget since the manager was made."""
         return self.statistics.as_dict()
 
-    def _plan(self, items: list[Item]) -> list[Pack]:
-        if self.traffic is not None:
-            self.traffic.record(p.tokens for p in greedy(items, self.limits) if p.budget)
-        if not self.is_captured():
-            return [self._eager_pack(items)]
-        if self.cost_model is not None:
-            plan = minimise_cost(items, self.limits, self.cost_model)
-            return split_eager(plan, items, self.limits.budgets[-1])
-        return greedy(items, self.limits)
-
-    def _time(self, grids: list[Grid], budget: int | None) -> float:
-        """Seconds of one batch of random pixels from the device, to the synchronised result."""
-        mm_kwargs = checked(self.model, self.model.make_encoder_inputs(grids))
-        tokens = sum(self.model.get_encoder_cudagraph_per_item_output_tokens(mm_kwargs))
-        synchronize = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
-        synchronize()
-        started = time.perf_counter()
-        self._run(mm_kwargs, Pack(tuple(range(len(grids))), tokens, budget), False)
-        synchronize()
-        return time.perf_counter() - started
-
-    @staticmethod
-    def _eager_pack(items: list[Item]) -> Pack:
-        return Pack(tuple(range(len(items))), sum(item.tokens for item in items), None)
-
-    def _run(self, mm_kwargs: dict[str, Any], pack: Pack, borrow: bool) -> Tensor:
-        selected = self.model.select_encoder_cudagraph_items(mm_kwargs, list(pack.indices))
-        if pack.budget is None:
-            return self.model.encoder_eager_forward(selected)
-        self._generation += 1
-        return self._graphs.replay(selected, pack.budget, pack.tokens, borrow=borrow)
-
-    def _lend(self, rows: Tensor) -> Tensor:
-        generation = self._generation
-        return BorrowedTensor.lend(rows, lambda: self._generation == generation)
-
     def _miss_reason(self, item: Item) -> str:
         """Why an item that ran eagerly was in no replay."""
         if not self.is_captured():
             return "not_captured" if self.config.cudagraph_mm_encoder else "graphs_off"
-        if item.tokens > self.limits.budgets[-1]:
-            return "too_large"
-        if item.sequences > self.limits.max_sequences:
-            return "too_many_sequences"
-        return "declined"
+        return "too_large" if item.tokens > self.limits.budgets[-1] else "too_many_sequences"
+
+
+def _all_of(items: list[Item]) -> Pack:
+    return Pack(tuple(range(len(items))), sum(item.tokens for item in items), None)

@@ -96,13 +96,6 @@ class EncoderMetrics:
                 families["replayed_items"].add_metric(labels, numbers["items"])
                 families["tokens"].add_metric(labels, numbers["tokens"])
                 families["capacity_tokens"].add_metric(labels, numbers["replays"] * int(budget))
-            seconds = {
-                "graph": sum(numbers["seconds"] for numbers in stats["budgets"].values()),
-                "eager": stats["eager_seconds"],
-            }
-            for served, took in seconds.items():
-                if took:  # a manager that does not profile has none
-                    families["seconds"].add_metric([name, served], took)
             for reason, misses in stats.get("misses_by_reason", {}).items():
                 families["misses"].add_metric([name, str(reason)], misses)
         yield from families.values()

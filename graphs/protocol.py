@@ -4,24 +4,50 @@ names.
 Batches are dictionaries of keyword inputs (`mm_kwargs`); what is in them is the model's business.
 """
 
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from vitgraph.encoder.cudagraph import (
-    EncoderCudaGraphCaptureInputs,
-    EncoderCudaGraphConfig,
-    EncoderCudaGraphReplayBuffers,
-)
 from vitgraph.graphs.packing import Item
 
-__all__ = [
-    "EncoderCudaGraphCaptureInputs",
-    "EncoderCudaGraphConfig",
-    "EncoderCudaGraphReplayBuffers",
-    "SupportsEncoderCudaGraph",
-]
+
+@dataclass(frozen=True)
+class EncoderCudaGraphConfig:
+    """What the manager must know of a model.
+
+    Attributes:
+        modalities: which the graphs serve.
+        input_key_by_modality: key of the tensor whose rows are the items' patches.
+        buffer_keys: metadata tensors copied before a replay.
+        out_hidden_size: width of an output row.
+        zero_buffers: zero input and metadata past the copied rows before a replay; False where the
+            forward reads the number of real rows on the device.
+        sequences_are_free: empty sequence slots cost nothing, so replays need no limit of them.
+    """
+
+    modalities: tuple[str, ...]
+    input_key_by_modality: dict[str, str]
+    buffer_keys: tuple[str, ...]
+    out_hidden_size: int
+    zero_buffers: bool = True
+    sequences_are_free: bool = False
+
+
+@dataclass
+class EncoderCudaGraphCaptureInputs:
+    """Static inputs of one capture: keyword inputs of the model, and metadata buffers by name."""
+
+    mm_kwargs: dict[str, Any]
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class EncoderCudaGraphReplayBuffers:
+    """Values to copy into the metadata buffers before one replay."""
+
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -31,12 +57,10 @@ class SupportsEncoderCudaGraph(Protocol):
     More is used where the model has it:
 
     device, dtype                                   of the static buffers
+    module                                          whose weights the graphs read
     check_encoder_inputs(mm_kwargs) -> mm_kwargs    validates a batch, before anything else
     get_encoder_cudagraph_per_item_sequences(mm_kwargs) -> list[int]
                                                     attention sequences, otherwise one an item
-    get_encoder_cudagraph_per_item_squares(mm_kwargs) -> list[int]
-                                                    their squared lengths, to predict costs with
-    make_encoder_inputs(grids) -> mm_kwargs         a batch to measure costs with
     warm_up_encoder_eager()                         compiles what a miss needs
     estimate_encoder_memory(budget) -> int          bytes of a captured budget
     """
@@ -85,11 +109,8 @@ class SupportsEncoderCudaGraph(Protocol):
         """The forward for batches that no graph serves. Returns one row a token."""
 
 
-def require_protocol(model: object, *, for_packing: bool = False) -> None:
+def require_protocol(model: object) -> None:
     """Refuse a model that cannot be managed.
-
-    Args:
-        for_packing: by measured costs, too.
 
     Raises:
         ValueError: naming the methods it lacks.
@@ -97,11 +118,6 @@ def require_protocol(model: object, *, for_packing: bool = False) -> None:
     names = [name for name in vars(SupportsEncoderCudaGraph) if "encoder" in name]
     if missing := [name for name in names if not hasattr(model, name)]:
         raise ValueError(f"{type(model).__name__} lacks {', '.join(missing)}")
-    if for_packing and not hasattr(model, "make_encoder_inputs"):
-        raise ValueError(
-            f"packing 'cost' measures the model, and {type(model).__name__} lacks "
-            f"make_encoder_inputs"
-        )
 
 
 def checked(model: SupportsEncoderCudaGraph, mm_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -113,9 +129,7 @@ def checked(model: SupportsEncoderCudaGraph, mm_kwargs: dict[str, Any]) -> dict[
 def items_of(model: SupportsEncoderCudaGraph, mm_kwargs: dict[str, Any]) -> list[Item]:
     """What packing must know of a batch."""
     tokens = model.get_encoder_cudagraph_per_item_output_tokens(mm_kwargs)
-    sequences, squares = [1] * len(tokens), [0] * len(tokens)
+    sequences = [1] * len(tokens)
     if hasattr(model, "get_encoder_cudagraph_per_item_sequences"):
         sequences = model.get_encoder_cudagraph_per_item_sequences(mm_kwargs)
-    if hasattr(model, "get_encoder_cudagraph_per_item_squares"):
-        squares = model.get_encoder_cudagraph_per_item_squares(mm_kwargs)
-    return list(map(Item, tokens, sequences, squares))
+    return list(map(Item, tokens, sequences))

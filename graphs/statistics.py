@@ -1,10 +1,13 @@
 """Counts of what the manager did."""
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from vitgraph.graphs.packing import Pack
 
@@ -13,13 +16,47 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class BudgetStatistics:
-    """Replays of one budget, the items and real tokens they held, and their time where it was
-    measured (`profile`)."""
+    """Replays of one budget, the items and real tokens they held."""
 
     replays: int = 0
     items: int = 0
     tokens: int = 0
-    seconds: float = 0.0
+
+
+class Stopwatch:
+    """Times what is launched inside it, without waiting.
+
+    Args:
+        device: where it runs.
+        on: False measures nothing.
+    """
+
+    def __init__(self, device: torch.device, on: bool) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._times: list[float] = []
+        self._device, self._on = device, on
+
+    def __enter__(self) -> None:
+        self._mark()
+
+    def __exit__(self, *error: object) -> None:
+        self._mark()
+
+    def _mark(self) -> None:
+        if not self._on:
+            return
+        if self._device.type == "cuda":
+            self._events.append(torch.cuda.Event(enable_timing=True))
+            self._events[-1].record(torch.cuda.current_stream(self._device))
+        else:
+            self._times.append(time.perf_counter())
+
+    def seconds(self) -> float:
+        """What it took on the device; waits for it."""
+        if self._times:
+            return self._times[1] - self._times[0]
+        self._events[1].synchronize()
+        return self._events[0].elapsed_time(self._events[1]) / 1e3
 
 
 class Statistics:
@@ -28,7 +65,6 @@ class Statistics:
     def __init__(self, budgets: Sequence[int], log_interval: int = 100) -> None:
         self.budgets = {budget: BudgetStatistics() for budget in budgets}
         self.misses_by_reason: Counter[str] = Counter()
-        self.eager_seconds = 0.0
         self.batches = 0
         self.log_interval = log_interval
 
@@ -42,18 +78,16 @@ class Statistics:
         """Items that ran eagerly."""
         return self.misses_by_reason.total()
 
-    def record_replay(self, pack: Pack, seconds: float = 0.0) -> None:
+    def record_replay(self, pack: Pack) -> None:
         """Count a replay."""
         budget = self.budgets[pack.budget]
         budget.replays += 1
         budget.items += len(pack.indices)
         budget.tokens += pack.tokens
-        budget.seconds += seconds
 
-    def record_misses(self, reasons: Iterable[str], seconds: float = 0.0) -> None:
+    def record_misses(self, reasons: Iterable[str]) -> None:
         """Count items that ran eagerly together, by reason."""
         self.misses_by_reason.update(reasons)
-        self.eager_seconds += seconds
 
     def finish_batch(self) -> None:
         """Count one batch and log when the interval is full."""
@@ -71,7 +105,7 @@ class Statistics:
 
     def as_dict(self) -> dict[str, Any]:
         """Cumulative numbers; fill is real tokens over captured tokens of the replays, padded the
-        captured tokens that held nothing, seconds zero unless the manager profiles."""
+        captured tokens that held nothing."""
         total = self.hits + self.misses
         return {
             "graph_hits": self.hits,
@@ -79,7 +113,6 @@ class Statistics:
             "misses_by_reason": dict(self.misses_by_reason),
             "hit_rate": self.hits / total if total else 0.0,
             "batches": self.batches,
-            "eager_seconds": self.eager_seconds,
             "num_budgets": len(self.budgets),
             "token_budgets": list(self.budgets),
             "budgets": {
@@ -89,7 +122,6 @@ class Statistics:
                     "tokens": numbers.tokens,
                     "padded": numbers.replays * budget - numbers.tokens,
                     "fill": numbers.tokens / (numbers.replays * budget) if numbers.replays else 0.0,
-                    "seconds": numbers.seconds,
                 }
                 for budget, numbers in self.budgets.items()
             },

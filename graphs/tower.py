@@ -52,9 +52,11 @@ class _Manager(EncoderCudaGraphManager):
         self._follow()
         super().capture()
 
-    def execute(self, mm_kwargs: dict[str, Any], *, borrow: bool = False) -> list[Tensor]:
+    def encode(
+        self, mm_kwargs: dict[str, Any], *, borrow: bool = False
+    ) -> tuple[Tensor, list[int]]:
         self._follow()
-        return super().execute(mm_kwargs, borrow=borrow)
+        return super().encode(mm_kwargs, borrow=borrow)
 
 
 class VisionTower(nn.Module):
@@ -78,12 +80,7 @@ class VisionTower(nn.Module):
                 stacklevel=2,
             )
         batch = {"pixel_values": hidden_states, "image_grid_thw": grid_thw}
-        per_item = self.vitgraph.manager.execute(batch)
-        if not per_item:
-            encoder = self.vitgraph.encoder
-            shape = 0, encoder.config.output_width
-            per_item = [torch.empty(shape, dtype=encoder.dtype, device=encoder.device)]
-        rows = per_item[0] if len(per_item) == 1 else torch.cat(per_item)
+        rows, _ = self.vitgraph.manager.encode(batch)
         merged, *levels = rows.split(self.config.out_hidden_size, dim=1)
         return BaseModelOutputWithDeepstackFeatures(pooler_output=merged, deepstack_features=levels)
 

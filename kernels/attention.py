@@ -24,7 +24,7 @@ from vitgraph.kernels.attention_tiles import AttentionTiles, attention_tiles
 from vitgraph.kernels.launch import capability_of, hopper_tier_unavailable, num_multiprocessors
 
 if TYPE_CHECKING:
-    from vitgraph.kernels.attention_sm90 import AttentionSm90Config
+    from vitgraph.kernels.sm90.attention import AttentionSm90Config
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -208,7 +208,7 @@ def attention_config(
         return AttentionConfig(32, 32, num_warps=8, num_stages=2)
     if hopper_tier_unavailable(device):
         return AttentionConfig(64, 64)
-    from vitgraph.kernels.attention_sm90 import attention_sm90_config
+    from vitgraph.kernels.sm90.attention import attention_sm90_config
 
     config = attention_sm90_config(num_patches, num_sequences, head_dim, device)
     return config or AttentionConfig(64, 64)
@@ -263,7 +263,7 @@ def attention(
     scale_log2 = math.log2(math.e) / head_dim**0.5
     programs = num_multiprocessors(qkv.device)
     if not isinstance(config, AttentionConfig):
-        from vitgraph.kernels.attention_sm90 import launch_attention_sm90
+        from vitgraph.kernels.sm90.attention import launch_attention_sm90
 
         launch_attention_sm90(qkv, out, tiles, scale_log2, programs)
         return out

@@ -161,7 +161,7 @@ def linear(
     if provider == "cublas":
         linear_cublas(*operands, out)
     elif provider == "gluon" and is_aligned(x, weight, residual, out):
-        from vitgraph.kernels.linear_sm90 import linear_sm90
+        from vitgraph.kernels.sm90.linear import linear_sm90
 
         linear_sm90(*operands, num_rows, out)
     else:

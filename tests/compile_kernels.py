@@ -175,7 +175,7 @@ def attention_of(rows: int, head_dim: int, dtype: torch.dtype, config: Any = Non
 
 def hopper() -> None:
     """The Hopper tier's attention; its linear is among the providers of `core`."""
-    from vitgraph.kernels.attention_sm90 import CONFIGS
+    from vitgraph.kernels.sm90.attention import CONFIGS
 
     for config in CONFIGS.values():
         for head_dim in (64, 72, 80):

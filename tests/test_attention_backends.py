@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitgraph.encoder import Qwen3VLVisionEncoder, attention, attention_flash
-from vitgraph.encoder.attention_trial import Heads, guarded
+from vitgraph.encoder import Qwen3VLVisionEncoder
+from vitgraph.encoder.attention import backends, flash
+from vitgraph.encoder.attention.trial import Heads, guarded
 from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager
 from vitgraph.kernels.attention import attention_reference
 from vitgraph.kernels.layout import Layout
@@ -17,7 +18,7 @@ from vitgraph.kernels.layout import Layout
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
-PROVIDERS = {provider.name: provider for provider in attention_flash.PROVIDERS}
+PROVIDERS = {provider.name: provider for provider in flash.PROVIDERS}
 INSTALLED = ["triton", *(f"flash_attn/{name}" for name in PROVIDERS), "flashinfer", "sdpa"]
 GPU_LENGTHS = {
     "4": [4],
@@ -40,12 +41,12 @@ def serving():
         heads = Heads(count, 72, dtype)
         backend, _, provider = name.partition("/")
         if provider:
-            answer = attention_flash.probe(PROVIDERS[provider], heads, CUDA)
-            build = attention_flash.build_with(PROVIDERS[provider])
+            answer = flash.probe(PROVIDERS[provider], heads, CUDA)
+            build = flash.build_with(PROVIDERS[provider])
             build = build if answer.isolates else guarded(build)
         else:
-            answer = attention.capability(backend, heads, CUDA)
-            build = attention.BACKENDS[backend]
+            answer = backends.capability(backend, heads, CUDA)
+            build = backends.BACKENDS[backend]
         if not answer.ok:
             pytest.skip(f"{name}: {answer.reason}")
         return answer, build
@@ -221,6 +222,6 @@ def test_auto_records_what_it_measured(captured_managers) -> None:
         plan = manager.model.plans[budget]
         measured = plan.microseconds["attention"]
         assert plan.attention == min(measured, key=measured.get)
-        assert measured.keys() | plan.left_out.keys() == attention.BACKENDS.keys()
+        assert measured.keys() | plan.left_out.keys() == backends.BACKENDS.keys()
         assert not measured.keys() & plan.left_out.keys() and "triton" in measured
         assert all(plan.left_out.values())

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitgraph.kernels.attention import attention, attention_reference, attention_tiles
-from vitgraph.kernels.attention_sm90 import CONFIGS
+from vitgraph.kernels.sm90.attention import CONFIGS
 
 EDGES = [1, 37, 63, 64, 65, 0, 127, 128, 129, 191, 192, 193, 255, 256, 257, 400, 511, 700, 1024, 3]
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from vitgraph.graphs.cli import main
+from vitgraph.graphs.cli.main import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

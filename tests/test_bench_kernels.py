@@ -61,8 +61,7 @@ def test_the_table_shows_the_change() -> None:
 
 def test_tune_linear_prints_what_it_timed_and_what_not(monkeypatch, tmp_path, capsys) -> None:
     """Its flow, with a clock and times of this test's own."""
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    import tune_linear
+    from vitgraph.bench import tune_linear
 
     gpu = types.SimpleNamespace(
         major=9, minor=0, name="a GPU", shared_memory_per_block_optin=232_448

@@ -7,8 +7,8 @@ import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from vitgraph.graphs.benchmark import pictures, report
-from vitgraph.graphs.benchmark.serving import add_scaling, publish
+from vitgraph.bench import pictures, report
+from vitgraph.bench.serving import add_scaling, publish
 
 NAMES = ["vitgraph eager", "vitgraph graph", "vllm FLASH_ATTN eager", "vllm FLASH_ATTN graph"]
 HEADER = {

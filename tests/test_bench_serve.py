@@ -5,16 +5,12 @@ import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-import vllm_inside
-import vllm_lanes
-import vllm_serve
+from vitgraph.bench import vllm_inside, vllm_lanes, vllm_serve
 
 # As much of vLLM as the script calls: the server tells how it was started, the client what it read.
 STAND_IN = {

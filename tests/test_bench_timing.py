@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from vitgraph.bench import report
+from vitgraph.bench.encoder import measure, publish
+from vitgraph.bench.families import build
+from vitgraph.bench.systems import Setup, System, rows
+from vitgraph.bench.timing import time_in_turns, wall
+from vitgraph.bench.workloads import Batch, make_batch
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
-from vitgraph.graphs.benchmark import report
-from vitgraph.graphs.benchmark.encoder import measure, publish
-from vitgraph.graphs.benchmark.systems import Setup, System, build, rows
-from vitgraph.graphs.benchmark.timing import time_in_turns, wall
-from vitgraph.graphs.benchmark.workloads import Batch, make_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

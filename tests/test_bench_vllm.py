@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -11,10 +10,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-import vllm_engine
-import vllm_lanes
-import vllm_mm_processor
+from vitgraph.bench import vllm_engine, vllm_lanes, vllm_mm_processor
 
 ENGINE = """
     import json, os, sys, time
@@ -32,7 +28,7 @@ ENGINE = """
     alone = None
     if "alone" in spec:
         sys.path.insert(0, BENCH)
-        import vllm_alone, vllm_lanes
+        from vitgraph.bench import vllm_alone, vllm_lanes
         vllm_lanes.Recorder(spec["output"])
         with vllm_alone.alone(spec["output"]):
             began = time.monotonic()

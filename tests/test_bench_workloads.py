@@ -6,8 +6,7 @@ import statistics
 import pytest
 from PIL import Image
 
-from vitgraph.encoder import GEOMETRIES
-from vitgraph.graphs.benchmark.workloads import (
+from vitgraph.bench.workloads import (
     MIXES,
     WORKLOADS,
     flops,
@@ -15,6 +14,7 @@ from vitgraph.graphs.benchmark.workloads import (
     load_sizes,
     photographs,
 )
+from vitgraph.encoder import GEOMETRIES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -88,9 +88,10 @@ def test_flops_are_those_of_the_modules() -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
+    from vitgraph.bench.families import build
+    from vitgraph.bench.systems import Setup
+    from vitgraph.bench.workloads import make_batch
     from vitgraph.encoder import Qwen3VLVisionEncoder
-    from vitgraph.graphs.benchmark.systems import Setup, build
-    from vitgraph.graphs.benchmark.workloads import make_batch
 
     encoder = Qwen3VLVisionEncoder.random(GEOMETRIES["tiny"])
     grids = [(1, 4, 6), (2, 8, 4)]

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
-from vitgraph.graphs.cli import main
+from vitgraph.graphs.cli.main import main
 from vitgraph.graphs.media import MediaLoader
 
 PHOTOS = Path(__file__).parents[1] / "graphs" / "photos"
@@ -129,7 +129,7 @@ def test_demo(capsys) -> None:
 
 
 def test_demo_fails_when_the_outputs_differ(capsys, monkeypatch) -> None:
-    from vitgraph.graphs import demo
+    from vitgraph.graphs.cli import demo
 
     monkeypatch.setitem(demo.TOLERANCE, torch.float32, 0.0)
     assert main(["demo", "--geometry", "tiny", "--device", "cpu"]) == 1

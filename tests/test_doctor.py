@@ -9,9 +9,9 @@ import torch
 import triton
 from rich.console import Console
 
-from vitgraph.encoder import attention
-from vitgraph.encoder.attention_trial import LEAKS, Capability
-from vitgraph.graphs import doctor
+from vitgraph.encoder.attention import backends
+from vitgraph.encoder.attention.trial import LEAKS, Capability
+from vitgraph.graphs.cli import doctor
 from vitgraph.graphs.vllm_plugin import metrics, report
 from vitgraph.kernels import launch
 
@@ -31,7 +31,7 @@ def test_attention_table(monkeypatch) -> None:
             Capability("flashinfer", "flashinfer-python", False, missing),
         ]
 
-    monkeypatch.setattr(attention, "capabilities", capabilities)
+    monkeypatch.setattr(backends, "capabilities", capabilities)
     assert list(doctor.attention()) == [
         ("triton", "vitgraph", "bfloat16, float16, float32", ""),
         ("flash_attn", "fa3-fwd", "bfloat16", LEAKS),
@@ -200,7 +200,7 @@ def test_it_never_crashes(broken) -> None:
     """A module that cannot be imported: what does not need it is said all the same."""
     code = (
         f"import sys; sys.modules[{broken!r}] = None; "
-        "from vitgraph.graphs.cli import main; sys.exit(main(['doctor']))"
+        "from vitgraph.graphs.cli.main import main; sys.exit(main(['doctor']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitgraph.encoder import attention, attention_flash, attention_flashinfer, calibration
-from vitgraph.encoder.attention_trial import LEAKS, Capability, Heads, guarded, try_out
+from vitgraph.encoder.attention import backends, flash, flashinfer
+from vitgraph.encoder.attention.trial import LEAKS, Capability, Heads, guarded, try_out
+from vitgraph.graphs import calibration
 from vitgraph.kernels.layout import Layout
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 HEADS = Heads(2, 72, torch.float32)
-PROVIDERS = {provider.name: provider for provider in attention_flash.PROVIDERS}
+PROVIDERS = {provider.name: provider for provider in flash.PROVIDERS}
 LENGTHS = [5, 40, 0, 12]
 SLOTS, ROWS = 6, 80
 
@@ -111,9 +112,9 @@ def install(monkeypatch):
         for key, value in contents.items():
             monkeypatch.setattr(module, key, value, raising=False)
 
-    attention_flash.load.cache_clear()
+    flash.load.cache_clear()
     yield add
-    attention_flash.load.cache_clear()
+    flash.load.cache_clear()
 
 
 def install_fake(name: str, fake: FakeFlashAttention, install, version: int | None = 3) -> None:
@@ -139,10 +140,10 @@ def test_each_flash_attention_is_called_as_it_wants(name, install) -> None:
     """Views of qkv, offsets as they are, the capacity as longest length; equal to `sdpa`."""
     fake, qkv, real = FakeFlashAttention(), make_qkv(ROWS), sum(LENGTHS)
     install_fake(name, fake, install)
-    assert attention_flash.is_installed(PROVIDERS[name].module)
-    attend = attention_flash.build_with(PROVIDERS[name])(make_layout(LENGTHS, SLOTS, ROWS), HEADS)
+    assert flash.is_installed(PROVIDERS[name].module)
+    attend = flash.build_with(PROVIDERS[name])(make_layout(LENGTHS, SLOTS, ROWS), HEADS)
     out = attend(qkv)
-    expected = attention.sdpa(make_layout(LENGTHS, 4, ROWS, captured=False), HEADS)(qkv)
+    expected = backends.sdpa(make_layout(LENGTHS, 4, ROWS, captured=False), HEADS)(qkv)
     assert out.shape == (ROWS, 144)
     torch.testing.assert_close(out[:real], expected[:real])
     assert out[real:].isnan().all()
@@ -158,12 +159,12 @@ def test_vllm_without_a_version_for_this_gpu(install) -> None:
 def test_installed_means_found(install, monkeypatch, tmp_path) -> None:
     """Broken is not absent: the trial then says what is wrong."""
     for name in ("no_such_package", "no_such_package.part", "torch.no_such_part"):
-        assert not attention_flash.is_installed(name)
+        assert not flash.is_installed(name)
     monkeypatch.syspath_prepend(tmp_path)
     for name, code in (("broken_one", "import no_such_dependency"), ("broken_two", "1 / 0")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(code)
-        assert attention_flash.is_installed(f"{name}.part")
+        assert flash.is_installed(f"{name}.part")
 
 
 class FakeCudnnPrefill:
@@ -207,8 +208,8 @@ def test_flashinfer_is_called_as_it_wants(sequences, copies, install, poisoned_e
     real, rows = sum(lengths), sum(lengths) + 33
     qkv = make_qkv(rows, real=real)
     layout = make_layout(lengths, sequences, rows)
-    out = attention_flashinfer.build(layout, HEADS, copies)(qkv)
-    expected = attention.sdpa(make_layout(lengths, sequences, rows, captured=False), HEADS)(qkv)
+    out = flashinfer.build(layout, HEADS, copies)(qkv)
+    expected = backends.sdpa(make_layout(lengths, sequences, rows, captured=False), HEADS)(qkv)
     torch.testing.assert_close(out[:real], expected[:real])
     assert out[real:].isnan().all()
     assert fake.shape == ({1: 9, 8: 9, 9: 17, 64: 65}[sequences] + copies, 1, 1, 1)
@@ -218,7 +219,7 @@ def test_flashinfer_is_called_as_it_wants(sequences, copies, install, poisoned_e
 def test_flashinfer_keeps_one_workspace_a_forward(install) -> None:
     fake = FakeCudnnPrefill()
     install("flashinfer.prefill", cudnn_batch_prefill_with_kv_cache=fake)
-    attend = attention_flashinfer.build(make_layout(LENGTHS, SLOTS, ROWS), HEADS)
+    attend = flashinfer.build(make_layout(LENGTHS, SLOTS, ROWS), HEADS)
     qkv, seen = make_qkv(ROWS), set()
     for _ in range(3):
         attend(qkv)
@@ -235,7 +236,7 @@ def test_flashinfer_refuses_rows_beyond_its_offsets(install) -> None:
         max_seqlen=621_379,
     )
     with pytest.raises(ValueError, match=r"reaches 621378 rows .* got 621379"):
-        attention_flashinfer.build(layout, Heads(16, 72, torch.bfloat16))
+        flashinfer.build(layout, Heads(16, 72, torch.bfloat16))
 
 
 def fake_build(tile: int = 1, scale: float = 1.0):
@@ -283,11 +284,11 @@ def libraries(monkeypatch):
 
     names = {provider.module: provider.name for provider in PROVIDERS.values()}
     names |= {"flashinfer": "flashinfer", "cudnn": "flashinfer"}
-    for module in (attention_flash, attention_flashinfer):
+    for module in (flash, flashinfer):
         monkeypatch.setattr(module, "is_installed", lambda module: names[module] in trials)
         monkeypatch.setattr(module, "try_out", try_provider)
-    monkeypatch.setattr(attention_flash, "build_with", lambda provider: provider.name)
-    caches = attention_flash.probe, attention_flashinfer.serving
+    monkeypatch.setattr(flash, "build_with", lambda provider: provider.name)
+    caches = flash.probe, flashinfer.serving
     for cache in caches:
         cache.cache_clear()
     yield trials
@@ -300,10 +301,10 @@ BF16 = Heads(16, 72, torch.bfloat16)
 
 def test_the_first_that_serves_is_taken(libraries) -> None:
     libraries.update({"torch": True, "fa3-fwd": False, "vllm": RuntimeError("no kernel\nimage")})
-    chosen = attention.capability("flash_attn", BF16, CUDA)
+    chosen = backends.capability("flash_attn", BF16, CUDA)
     assert (chosen.ok, chosen.provider, chosen.isolates) == (True, "fa3-fwd", False)
     assert chosen.reason == LEAKS
-    reasons = {one.provider: one.reason for one in attention.capabilities(BF16, CUDA)}
+    reasons = {one.provider: one.reason for one in backends.capabilities(BF16, CUDA)}
     assert reasons["vllm"] == "RuntimeError: no kernel"
     assert reasons["flash-attn"] == reasons["flash-attn-4"] == "not installed"
     assert reasons["flashinfer-python"] == "flashinfer-python is not installed"
@@ -311,26 +312,26 @@ def test_the_first_that_serves_is_taken(libraries) -> None:
 
 def test_a_library_is_tried_once(libraries) -> None:
     libraries["torch"] = True
-    assert attention.capability("flash_attn", BF16, CUDA).provider == "torch"
+    assert backends.capability("flash_attn", BF16, CUDA).provider == "torch"
     libraries["torch"] = RuntimeError("a second trial")
-    assert attention.capability("flash_attn", BF16, CUDA).provider == "torch"
+    assert backends.capability("flash_attn", BF16, CUDA).provider == "torch"
 
 
 def test_asking_for_what_cannot_serve_says_why(libraries) -> None:
     libraries["torch"] = RuntimeError("torch was built without it")
     libraries["flashinfer"] = ArithmeticError("its error is 3")
     with pytest.raises(ValueError, match=r"'flash_attn': vllm: not installed; .*torch: Runtime"):
-        attention.resolve_backend("flash_attn", BF16, CUDA)
+        backends.resolve_backend("flash_attn", BF16, CUDA)
     with pytest.raises(ValueError, match="'flashinfer': ArithmeticError: its error is 3"):
-        attention.resolve_backend("FLASHINFER", BF16, CUDA)
+        backends.resolve_backend("FLASHINFER", BF16, CUDA)
     for name in ("flash_attn", "flashinfer"):
         message = f"'{name}': needs CUDA and bf16 or fp16, not "
         with pytest.raises(ValueError, match=message + "cpu torch.bfloat16"):
-            attention.resolve_backend(name, BF16, CPU)
+            backends.resolve_backend(name, BF16, CPU)
         with pytest.raises(ValueError, match=message + "cuda torch.float32"):
-            attention.resolve_backend(name, HEADS, CUDA)
+            backends.resolve_backend(name, HEADS, CUDA)
     with pytest.raises(ValueError, match="head_dim that is a multiple of 8 from 16 on, not 20"):
-        attention.resolve_backend("triton", Heads(2, 20, torch.float32), CUDA)
+        backends.resolve_backend("triton", Heads(2, 20, torch.float32), CUDA)
 
 
 def test_flashinfer_copies_where_views_fail(libraries, monkeypatch) -> None:
@@ -343,22 +344,22 @@ def test_flashinfer_copies_where_views_fail(libraries, monkeypatch) -> None:
         return True
 
     libraries["flashinfer"] = True
-    monkeypatch.setattr(attention_flashinfer, "try_out", try_views)
-    answer = attention.capability("flashinfer", BF16, CUDA)
+    monkeypatch.setattr(flashinfer, "try_out", try_views)
+    answer = backends.capability("flashinfer", BF16, CUDA)
     assert (answer.ok, answer.reason, answer.isolates) == (True, "q and k are copied", True)
     assert tried == [False, True]
 
 
 def test_names(libraries) -> None:
     libraries.update({"torch": True, "flashinfer": True})
-    for theirs, ours in attention.VLLM_NAMES.items():
-        assert attention.resolve_backend(theirs, BF16, CUDA) == ours
-        assert attention.resolve_backend(ours, BF16, CUDA) == ours
-    assert attention.resolve_backend("auto", BF16, CUDA) == "triton"
-    assert attention.resolve_backend("auto", BF16, CPU) == "sdpa"
+    for theirs, ours in backends.VLLM_NAMES.items():
+        assert backends.resolve_backend(theirs, BF16, CUDA) == ours
+        assert backends.resolve_backend(ours, BF16, CUDA) == ours
+    assert backends.resolve_backend("auto", BF16, CUDA) == "triton"
+    assert backends.resolve_backend("auto", BF16, CPU) == "sdpa"
     for unknown in ("flash", "Flash_Attn", "torch_sdpa", ""):
         with pytest.raises(ValueError, match=f"backend '{unknown}' is none of auto, triton, .*"):
-            attention.resolve_backend(unknown, BF16, CUDA)
+            backends.resolve_backend(unknown, BF16, CUDA)
 
 
 def test_calibration_leaves_out_what_fails(encoder, monkeypatch) -> None:

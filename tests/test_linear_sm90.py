@@ -31,7 +31,7 @@ LAYERS = [(1152, 4304), (3456, 1152), (4304, 1152), (72, 88)]
 def linear_sm90(device):
     if reason := hopper_tier_unavailable(device):
         pytest.skip(reason)
-    from vitgraph.kernels.linear_sm90 import linear_sm90
+    from vitgraph.kernels.sm90.linear import linear_sm90
 
     return linear_sm90
 

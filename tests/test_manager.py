@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
-from vitgraph.encoder.cudagraph import (
-    EncoderCudaGraphCaptureInputs,
-    EncoderCudaGraphConfig,
-    EncoderCudaGraphReplayBuffers,
-)
 from vitgraph.graphs import (
     CompilationConfig,
     EncoderCudaGraphManager,
     SupportsEncoderCudaGraph,
+)
+from vitgraph.graphs.qwen3_vl import (
+    EncoderCudaGraphCaptureInputs,
+    EncoderCudaGraphConfig,
+    EncoderCudaGraphReplayBuffers,
 )
 
 BATCHES = {

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
-from vitgraph.encoder.attention import resolve_backend
-from vitgraph.encoder.attention_trial import Heads
+from vitgraph.encoder.attention.backends import resolve_backend
+from vitgraph.encoder.attention.trial import Heads
 from vitgraph.encoder.operations import resolve_operations
 from vitgraph.kernels.launch import is_interpreted
 

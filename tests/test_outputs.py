@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vitgraph.graphs.cli import main
-from vitgraph.graphs.outputs import check_output, output_file
+from vitgraph.bench.outputs import check_output, output_file
+from vitgraph.graphs.cli.main import main
 
 
 def test_a_file_that_can_be_written(tmp_path) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from vitgraph.graphs.cli import main
+from vitgraph.graphs.cli.main import main
+from vitgraph.graphs.cli.stats import RunRecorder, picture, table
 from vitgraph.graphs.packing import Pack
-from vitgraph.graphs.recording import RunRecorder, picture, table
 
 PHOTOS = Path(__file__).parents[1] / "graphs" / "photos"
 

@@ -4,9 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-import soak
-
+from vitgraph.bench import soak
 from vitgraph.encoder import Qwen3VLVisionEncoder
 
 

@@ -11,8 +11,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from vitgraph.encoder import attention
-from vitgraph.encoder.attention_trial import Capability
+from vitgraph.encoder.attention import backends as attention
+from vitgraph.encoder.attention.trial import Capability
 from vitgraph.graphs import vllm_plugin
 from vitgraph.graphs.vllm_plugin import backends, metrics, wrapper
 from vitgraph.graphs.vllm_plugin.protocol import SHAPES

@@ -9,10 +9,10 @@ import torch
 import vllm.distributed.parallel_state as parallel_state
 from vllm_harness import Replay, captured_graphs, check, stub_capture
 
+from vitgraph.bench import report, vllm_tower
+from vitgraph.bench.systems import Setup
+from vitgraph.bench.workloads import make_batch
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
-from vitgraph.graphs.benchmark import report, vllm_tower
-from vitgraph.graphs.benchmark.systems import Setup
-from vitgraph.graphs.benchmark.workloads import make_batch
 
 SETUP = {"budgets": (64, 128, 256), "max_items": 8, "backends": ("TORCH_SDPA",)}
 

@@ -352,9 +352,9 @@ def test_doctor_knows_which_model_runner_vllm_takes(architecture, asked, monkeyp
 def test_the_benchmark_runs_vllms_tower(monkeypatch) -> None:
     """`vitgraph bench`: the same weights under vLLM's own tower and manager, without an engine."""
     stub_capture(monkeypatch)
+    from vitgraph.bench import systems
+    from vitgraph.bench.workloads import make_batch
     from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
-    from vitgraph.graphs.benchmark import systems
-    from vitgraph.graphs.benchmark.workloads import make_batch
 
     class RealRows(Replay):
         """Without a GPU vLLM's attention takes no rows behind the last sequence."""

@@ -5,19 +5,7 @@ twice. Nothing heavy is imported here: the models are registered by name, and vL
 it serves one of them. `VITGRAPH_DISABLE=1` leaves vLLM as it is.
 """
 
-import logging
-import os
-
-# A child of vLLM's logger: its handlers and level apply.
-logger = logging.getLogger("vllm.plugins.vitgraph")
-
-MODELS = "vitgraph.graphs.vllm_plugin.models"
-ARCHITECTURES = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
-
-
-def is_disabled() -> bool:
-    """Whether the environment asks for vLLM's own tower."""
-    return os.environ.get("VITGRAPH_DISABLE", "0").strip().lower() not in ("", "0", "false")
+from vitgraph.graphs.vllm_plugin.names import ARCHITECTURES, MODELS, is_disabled, logger
 
 
 def register() -> None:

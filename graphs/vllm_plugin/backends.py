@@ -9,8 +9,8 @@ TORCH_SDPA   torch's, which reads lengths on the host and so runs eagerly
 
 import torch
 
-from vitgraph.encoder.attention import VLLM_NAMES, resolve_backend
-from vitgraph.encoder.attention_trial import Heads
+from vitgraph.encoder.attention.backends import VLLM_NAMES, resolve_backend
+from vitgraph.encoder.attention.trial import Heads
 
 COUNTERPARTS: dict[str, tuple[str, ...]] = {
     theirs: (ours, "triton") if ours == "flashinfer" else (ours,)

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from typing import Any, Concatenate
 
 from vitgraph.graphs.metrics import FAMILIES, PREFIX
-from vitgraph.graphs.vllm_plugin import logger
+from vitgraph.graphs.vllm_plugin.names import logger
 
 SHARED, OURS = "PROMETHEUS_MULTIPROC_DIR", "VITGRAPH_METRICS_DIR"
 ENCODER = "vision"  # the label

@@ -10,7 +10,7 @@ from vllm.model_executor.models.qwen3_vl_moe import (
     Qwen3VLMoeForConditionalGeneration as VllmQwen3VLMoe,
 )
 
-from vitgraph.graphs.vllm_plugin import logger
+from vitgraph.graphs.vllm_plugin.names import logger
 
 __all__ = ["Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"]
 

@@ -5,7 +5,7 @@ import re
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
-from vitgraph.graphs.vllm_plugin import ARCHITECTURES, MODELS, is_disabled
+from vitgraph.graphs.vllm_plugin.names import ARCHITECTURES, MODELS, is_disabled
 
 PLUGIN = "vitgraph.graphs.vllm_plugin:register"
 # The first releases that take the V2 model runner by themselves, for dense models and for MoE.

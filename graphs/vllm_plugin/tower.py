@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
-from vitgraph.encoder.attention import FREE_OF_EMPTY_SEQUENCES
+from vitgraph.encoder.attention.backends import FREE_OF_EMPTY_SEQUENCES
 from vitgraph.encoder.inputs import Grids, host_grids, outlives
 from vitgraph.encoder.sharing import why_not_shareable
-from vitgraph.graphs.vllm_plugin import logger
+from vitgraph.graphs.qwen3_vl import Qwen3VLGraphModel
 from vitgraph.graphs.vllm_plugin.metrics import TowerMetrics
+from vitgraph.graphs.vllm_plugin.names import logger
 from vitgraph.graphs.vllm_plugin.protocol import GRIDS, PIXELS
 from vitgraph.kernels.linear import PixelNormalization
 
@@ -34,7 +35,7 @@ class SharedEncoder:
         self.pixel_normalization = _normalization(getattr(tower, "input_norm", None))
         self.captured = False
         self._moved = False
-        self._encoder: Qwen3VLVisionEncoder | None = None
+        self._model: Qwen3VLGraphModel | None = None
         self._pointers: tuple[int, ...] = ()
         # Where the parameters are kept: asking the modules for them takes a millisecond.
         self._slots = [
@@ -50,11 +51,16 @@ class SharedEncoder:
         self.metrics = TowerMetrics(on_gpu=tower.device.type == "cuda")
 
     @property
+    def model(self) -> Qwen3VLGraphModel:
+        """The encoder as of the last `refresh`, as a model of a graph manager."""
+        if self._model is None and not self.refresh():
+            raise RuntimeError(f"vitgraph: {self.unshareable}; set VITGRAPH_DISABLE=1")
+        return self._model
+
+    @property
     def encoder(self) -> Qwen3VLVisionEncoder:
         """The encoder as of the last `refresh`."""
-        if self._encoder is None and not self.refresh():
-            raise RuntimeError(f"vitgraph: {self.unshareable}; set VITGRAPH_DISABLE=1")
-        return self._encoder
+        return self.model.module
 
     def refresh(self) -> bool:
         """Follow parameters that moved or were replaced; False where ours cannot use them."""
@@ -62,16 +68,16 @@ class SharedEncoder:
             0 if (parameter := owner.get(name)) is None else parameter.data_ptr()
             for owner, name in self._slots
         )
-        if self._encoder is not None and pointers == self._pointers:
+        if self._model is not None and pointers == self._pointers:
             return True
         config = VisionConfig.from_dict(self.vision_config.to_dict())
         if reason := why_not_shareable(self.tower, config):
             if self.unshareable is None:
                 logger.error("vitgraph: after loading, %s: vLLM's own tower serves", reason)
-            self.unshareable, self._encoder = reason, None
+            self.unshareable, self._model = reason, None
             return False
         self._moved = self._moved or (self.captured and pointers != self._pointers)
-        self._encoder, self._pointers = self._bind(), pointers
+        self._model, self._pointers = Qwen3VLGraphModel(self._bind()), pointers
         return True
 
     @torch.no_grad()
@@ -102,12 +108,12 @@ class SharedEncoder:
         encoder = self.encoder
         if not self._captures:  # vLLM's fallback is our eager forward: it compiles now or never
             with torch.no_grad():
-                encoder.warm_up_encoder_eager()
+                self.model.warm_up_encoder_eager()
         free = encoder.auto_attention or encoder.attention in FREE_OF_EMPTY_SEQUENCES
         # vLLM packs by tokens and items only. A sequence has at least one token.
         self._max_sequences = max(max_items, max_frames)
         slots = budget if free else self._max_sequences
-        inputs = encoder.prepare_encoder_cudagraph_capture_inputs(
+        inputs = self.model.prepare_encoder_cudagraph_capture_inputs(
             budget, max_items, slots, device, encoder.dtype
         )
         self._captures[budget] = {
@@ -128,7 +134,7 @@ class SharedEncoder:
         out = torch.empty(
             budget, encoder.config.output_width, dtype=encoder.dtype, device=pixels.device
         )
-        return encoder.encoder_cudagraph_forward(
+        return self.model.encoder_cudagraph_forward(
             {PIXELS: pixels, **self._captures[budget]}, {GRIDS: grid_thw, "output": out}
         )
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from vitgraph.encoder import VisionConfig
-from vitgraph.encoder.attention import FREE_OF_EMPTY_SEQUENCES
-from vitgraph.encoder.cudagraph import KEYS
+from vitgraph.encoder.attention.backends import FREE_OF_EMPTY_SEQUENCES
 from vitgraph.encoder.inputs import Grids, check_grids
 from vitgraph.encoder.sharing import why_not_shareable
-from vitgraph.graphs.vllm_plugin import logger
+from vitgraph.graphs.qwen3_vl import KEYS
 from vitgraph.graphs.vllm_plugin.backends import counterpart
+from vitgraph.graphs.vllm_plugin.names import logger
 from vitgraph.graphs.vllm_plugin.protocol import ReleaseShape, detect_shape
 from vitgraph.graphs.vllm_plugin.tower import SharedEncoder, adopt
 
@@ -74,7 +74,7 @@ class VisionTowerWrapper:
         """The items' pixels, without a copy where they are neighbours."""
         if self.vitgraph is None or not indices:
             return super().select_encoder_cudagraph_items(mm_kwargs, indices)
-        return self.vitgraph.encoder.select_encoder_cudagraph_items(
+        return self.vitgraph.model.select_encoder_cudagraph_items(
             _host_grids(mm_kwargs, self.visual.spatial_merge_size), indices
         )
 
@@ -100,7 +100,7 @@ class VisionTowerWrapper:
                 **keywords,
             )
         if not self.vitgraph_shape.merged_values:
-            _name_memory(self.vitgraph.encoder.estimate_encoder_memory(token_budget), token_budget)
+            _name_memory(self.vitgraph.model.estimate_encoder_memory(token_budget), token_budget)
         return self.vitgraph_shape.capture_inputs(
             *self.vitgraph.capture_buffers(
                 token_budget, max_batch_size, max_frames_per_batch, device

@@ -10,9 +10,9 @@ import triton
 from torch import Tensor
 
 from vitgraph.kernels.attention import attention, attention_reference, attention_tiles
-from vitgraph.kernels.attention_sm90 import CONFIGS
 from vitgraph.kernels.linear import linear_reference
-from vitgraph.kernels.linear_sm90 import linear_sm90
+from vitgraph.kernels.sm90.attention import CONFIGS
+from vitgraph.kernels.sm90.linear import linear_sm90
 
 # One tile and a few rows, an empty sequence, exact tiles, more than one block of keys; the last is
 # long enough that its items are split.

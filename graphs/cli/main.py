@@ -173,25 +173,25 @@ def _add_bench_options(parser: argparse.ArgumentParser, systems: list[str]) -> N
 
 
 def _bench_encoder(args: argparse.Namespace) -> int:
-    from vitgraph.graphs.benchmark.encoder import bench_encoder
+    from vitgraph.bench.encoder import bench_encoder
 
     return bench_encoder(args, console)
 
 
 def _bench_serving(args: argparse.Namespace) -> int:
-    from vitgraph.graphs.benchmark.serving import bench_serving
+    from vitgraph.bench.serving import bench_serving
 
     return bench_serving(args, console)
 
 
 def _encode(args: argparse.Namespace) -> int:
-    from vitgraph.graphs.encode import encode_files
+    from vitgraph.graphs.cli.encode import encode_files
 
     return encode_files(args, console, errors)
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from vitgraph.graphs.demo import demo
+    from vitgraph.graphs.cli.demo import demo
 
     return demo(args, console)
 
@@ -203,8 +203,8 @@ def _precompile(args: argparse.Namespace) -> int:
 
 
 def _stats(args: argparse.Namespace) -> int:
-    from vitgraph.graphs.outputs import check_output
-    from vitgraph.graphs.recording import RunRecorder, picture, table
+    from vitgraph.bench.outputs import check_output
+    from vitgraph.graphs.cli.stats import RunRecorder, picture, table
 
     check_output("--picture", args.picture, [args.file])
     run = RunRecorder.load(args.file)
@@ -216,7 +216,7 @@ def _stats(args: argparse.Namespace) -> int:
 
 
 def _doctor() -> int:
-    from vitgraph.graphs.doctor import doctor
+    from vitgraph.graphs.cli.doctor import doctor
 
     return doctor(console)
 

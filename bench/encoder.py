@@ -11,23 +11,13 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
-from vitgraph.encoder.inputs import Grid
-from vitgraph.graphs.benchmark import report
-from vitgraph.graphs.benchmark.options import check_options, use
-from vitgraph.graphs.benchmark.pictures import encoder_picture
-from vitgraph.graphs.benchmark.systems import (
-    TOLERANCE,
-    Setup,
-    System,
-    baseline_of,
-    build,
-    require,
-    rows,
-    synchronize,
-)
-from vitgraph.graphs.benchmark.timing import matmul_rate, peak_mib, replay_ms, time_in_turns
-from vitgraph.graphs.benchmark.workloads import (
+from vitgraph.bench import report
+from vitgraph.bench.families import build
+from vitgraph.bench.options import check_options, use
+from vitgraph.bench.pictures import encoder_picture
+from vitgraph.bench.systems import TOLERANCE, Setup, System, baseline_of, require, rows, synchronize
+from vitgraph.bench.timing import matmul_rate, peak_mib, replay_ms, time_in_turns
+from vitgraph.bench.workloads import (
     ALL_WORKLOADS,
     Batch,
     flops,
@@ -35,7 +25,9 @@ from vitgraph.graphs.benchmark.workloads import (
     make_batch,
     seconds_for,
 )
-from vitgraph.graphs.encode import choose
+from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
+from vitgraph.encoder.inputs import Grid
+from vitgraph.graphs.cli.encode import choose
 
 WARM_UP = 3
 COMPILE_SECONDS = 120  # for all shapes together; the rest are left out
@@ -159,9 +151,9 @@ def measure(
         one |= report.summarise(samples.total)
         one["host_ms"] = report.summarise(samples.host)["p50_ms"]
         one["peak_mib"] = peak_mib(system, batch, device)
-        budgets = [budget for budget, _ in system.replays()]
+        budgets = [budget for budget, _ in system.replays(batch)]
         one["budgets"] = budgets
-        replayed = replay_ms(system)
+        replayed = replay_ms(system, batch)
         one["replay_ms"] = replayed
         one["fill"] = batch.tokens / sum(budgets) if all(budgets) and budgets else None
         if baseline in times:

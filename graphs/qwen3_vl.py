@@ -1,64 +1,32 @@
-"""The encoder's side of the graph manager's protocol (`vitgraph.graphs.SupportsEncoderCudaGraph`).
+"""Qwen3-VL's encoder as a model of the graph manager (`vitgraph.graphs.SupportsEncoderCudaGraph`).
 
 The graph has two inputs, the pixels and the grids; unused item slots of the grids hold zeros, and
 everything else, the number of real rows included, is derived on the device. Nothing is zeroed
 between replays.
 """
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vitgraph.encoder.attention import FREE_OF_EMPTY_SEQUENCES
-from vitgraph.encoder.attention_flashinfer import WORKSPACE_BYTES
-from vitgraph.encoder.calibration import calibrate
+from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
+from vitgraph.encoder.attention.backends import FREE_OF_EMPTY_SEQUENCES
+from vitgraph.encoder.attention.flashinfer import WORKSPACE_BYTES
 from vitgraph.encoder.inputs import Grid, Grids, check_grids, check_pixels, host_grids
 from vitgraph.encoder.operations import Plan
+from vitgraph.graphs.calibration import calibrate
+from vitgraph.graphs.protocol import (
+    EncoderCudaGraphCaptureInputs,
+    EncoderCudaGraphConfig,
+    EncoderCudaGraphReplayBuffers,
+)
 
 # modality -> (key of the pixels, key of the grids)
 KEYS = {
     "image": ("pixel_values", "image_grid_thw"),
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
-
-
-@dataclass(frozen=True)
-class EncoderCudaGraphConfig:
-    """What the manager must know of a model.
-
-    Attributes:
-        modalities: which the graphs serve.
-        input_key_by_modality: key of the tensor whose rows are the items' patches.
-        buffer_keys: metadata tensors copied before a replay.
-        out_hidden_size: width of an output row.
-        zero_buffers: zero input and metadata past the copied rows before a replay; False where the
-            forward reads the number of real rows on the device.
-        sequences_are_free: empty sequence slots cost nothing, so replays need no limit of them.
-    """
-
-    modalities: tuple[str, ...]
-    input_key_by_modality: dict[str, str]
-    buffer_keys: tuple[str, ...]
-    out_hidden_size: int
-    zero_buffers: bool = True
-    sequences_are_free: bool = False
-
-
-@dataclass
-class EncoderCudaGraphCaptureInputs:
-    """Static inputs of one capture: keyword inputs of the model, and metadata buffers by name."""
-
-    mm_kwargs: dict[str, Any]
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass
-class EncoderCudaGraphReplayBuffers:
-    """Values to copy into the metadata buffers before one replay."""
-
-    buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
 # One batch for each way that tiles, attention and layout are chosen by size: one token, a small
@@ -75,12 +43,46 @@ EAGER_SHAPES: tuple[list[Grid], ...] = (
 OUR_WORKSPACES = 52 << 20
 
 
-class EncoderCudaGraphMixin:
-    """The ten protocol methods for `Qwen3VLVisionEncoder`, and some optional ones.
+def as_model(encoder: Any) -> Any:
+    """An encoder of ours as a model of the manager; any other model as it is."""
+    return Qwen3VLGraphModel(encoder) if isinstance(encoder, Qwen3VLVisionEncoder) else encoder
+
+
+class Qwen3VLGraphModel:
+    """The ten protocol methods for an encoder, and some optional ones.
 
     A batch (`mm_kwargs`) is {"pixel_values", "image_grid_thw"}, {"pixel_values_videos",
     "video_grid_thw"}, or both, the images before the videos.
+
+    Attributes:
+        module: the encoder.
+        plans: how each captured budget is computed, with what was measured.
     """
+
+    def __init__(self, encoder: Qwen3VLVisionEncoder) -> None:
+        self.module = encoder
+        self.plans: dict[int, Plan] = {}
+        self._calibrated: dict[tuple, Plan] = {}
+
+    @property
+    def config(self) -> VisionConfig:
+        """The encoder's."""
+        return self.module.config
+
+    @property
+    def device(self) -> torch.device:
+        """The encoder's."""
+        return self.module.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the encoder and of the outputs."""
+        return self.module.dtype
+
+    @property
+    def pixel_dtype(self) -> torch.dtype:
+        """What graphs are captured for: the encoder's `pixel_dtype`."""
+        return self.module.pixel_dtype
 
     def check_encoder_inputs(self, mm_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Validate a batch once, and return it with host grids so that no later method reads the
@@ -108,7 +110,7 @@ class EncoderCudaGraphMixin:
         pixels = check_pixels(pixel_values, grids, self.config.patch_width)
         given_bytes, captured_bytes = (d == torch.uint8 for d in (pixels.dtype, self.pixel_dtype))
         if given_bytes and not captured_bytes:
-            pixels = self.normalization.normalize(pixels.to(self.device), self.pixel_dtype)
+            pixels = self.module.normalization.normalize(pixels.to(self.device), self.pixel_dtype)
         elif captured_bytes and not given_bytes:
             raise ValueError(
                 f"pixels have dtype {pixels.dtype}, but this encoder's graphs take uint8 patches "
@@ -126,7 +128,7 @@ class EncoderCudaGraphMixin:
         output = token_budget * config.output_width * self.dtype.itemsize
         activations = patches * (4 * config.hidden_size + widest) * self.dtype.itemsize
         workspaces = OUR_WORKSPACES if self.device.type == "cuda" else 0
-        workspaces += WORKSPACE_BYTES if self.plan.attention == "flashinfer" else 0
+        workspaces += WORKSPACE_BYTES if self.module.plan.attention == "flashinfer" else 0
         return pixels + output + activations + workspaces
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
@@ -137,8 +139,8 @@ class EncoderCudaGraphMixin:
             buffer_keys=("grid_thw",),
             out_hidden_size=self.config.output_width,
             zero_buffers=False,
-            sequences_are_free=self.auto_attention
-            or self.plan.attention in FREE_OF_EMPTY_SEQUENCES,
+            sequences_are_free=self.module.auto_attention
+            or self.module.plan.attention in FREE_OF_EMPTY_SEQUENCES,
         )
 
     def get_encoder_cudagraph_budget_range(self, config: Any = None) -> tuple[int, int]:
@@ -163,12 +165,8 @@ class EncoderCudaGraphMixin:
         """Attention sequences of each item: its frames."""
         return [t for t, _, _ in self._grids(mm_kwargs)]
 
-    def get_encoder_cudagraph_per_item_squares(self, mm_kwargs: dict[str, Any]) -> list[int]:
-        """Sum of the squared sequence lengths of each item, which attention grows with."""
-        return [t * (h * w) ** 2 for t, h, w in self._grids(mm_kwargs)]
-
     def make_encoder_inputs(self, grids: list[Grid]) -> dict[str, Any]:
-        """A batch of random images, to measure with."""
+        """A batch of random images, to warm up with."""
         patches = sum(t * h * w for t, h, w in grids)
         rng = torch.Generator(self.device).manual_seed(0)  # the caller's stays as it is
         shape = patches, self.config.patch_width
@@ -215,8 +213,8 @@ class EncoderCudaGraphMixin:
         patches = token_budget * merge**2
         grid_thw = torch.zeros(max_batch_size, 3, dtype=torch.int32)
         grid_thw[0] = torch.tensor([1, merge, patches // merge])
-        plan, max_sequences = self.plan, min(token_budget, max_frames_per_batch)
-        if torch.device(device).type == "cuda" and self.ops.name == "triton":
+        plan, max_sequences = self.module.plan, min(token_budget, max_frames_per_batch)
+        if torch.device(device).type == "cuda" and self.module.ops.name == "triton":
             plan = self._calibrated_plan(patches, max_sequences)
         self.plans[token_budget] = plan
         return EncoderCudaGraphCaptureInputs(
@@ -237,10 +235,11 @@ class EncoderCudaGraphMixin:
 
     def _calibrated_plan(self, patches: int, max_sequences: int) -> Plan:
         """Measured once: vLLM captures twice, first to see how much memory that takes."""
-        key = patches, max_sequences, self.plan.attention, self.auto_attention
-        if key not in self.calibrated:
-            self.calibrated[key] = calibrate(self, patches, max_sequences, self.auto_attention)
-        return self.calibrated[key]
+        encoder = self.module
+        key = encoder.device, encoder.dtype, patches, max_sequences, encoder.requested_attention
+        if key not in self._calibrated:
+            self._calibrated[key] = calibrate(encoder, patches, max_sequences)
+        return self._calibrated[key]
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int
@@ -264,20 +263,20 @@ class EncoderCudaGraphMixin:
             seqlens, patches = grids.seqlens, sum(grids.num_patches)
             pixels, out = pixels[:patches], out[: patches // self.config.spatial_merge_size**2]
             max_sequences = len(seqlens)
-        layout = self.make_layout(grid_thw, len(pixels), max_sequences, seqlens)
-        return self.encode(pixels, layout, out, mm_kwargs["plan"])
+        layout = self.module.make_layout(grid_thw, len(pixels), max_sequences, seqlens)
+        return self.module.encode(pixels, layout, out, mm_kwargs["plan"])
 
     def warm_up_encoder_eager(self) -> None:
         """Run every kernel that an eager forward may choose, so that a miss compiles nothing."""
         if self.device.type == "cuda":
             for grids in EAGER_SHAPES:
                 batch = self.make_encoder_inputs(grids)
-                self(batch["pixel_values"], grids)
+                self.module(batch["pixel_values"], grids)
 
     def encoder_eager_forward(self, mm_kwargs: dict[str, Any]) -> Tensor:
         """The forward for a batch that no graph serves."""
         pixel_key, grid_key = self._keys(mm_kwargs)
-        return self(mm_kwargs[pixel_key], mm_kwargs[grid_key])
+        return self.module(mm_kwargs[pixel_key], mm_kwargs[grid_key])
 
     @staticmethod
     def _keys(mm_kwargs: dict[str, Any]) -> tuple[str, str]:

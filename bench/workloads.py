@@ -16,9 +16,9 @@ from PIL import Image
 from torch import Tensor
 
 from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
-from vitgraph.encoder.cudagraph import KEYS
 from vitgraph.encoder.inputs import Grid, check_grids
 from vitgraph.graphs.media import IMAGE_SUFFIXES
+from vitgraph.graphs.qwen3_vl import KEYS
 
 BUDGETS, MAX_ITEMS = (128, 256, 512, 1024, 2048, 4096, 6144), 32
 SERVING_BUDGETS, SERVING_ITEMS = (512, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 4864), 8

@@ -20,16 +20,16 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from vitgraph.bench import report, workloads
+from vitgraph.bench import systems as ways
+from vitgraph.bench.options import check_options, use
+from vitgraph.bench.pictures import serving_picture
+from vitgraph.bench.systems import Setup, System, rows
+from vitgraph.bench.timing import time_in_turns
+from vitgraph.bench.workloads import Batch, load_sizes, make_batch, photographs
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.encoder.inputs import Grid
-from vitgraph.graphs.benchmark import report, workloads
-from vitgraph.graphs.benchmark import systems as ways
-from vitgraph.graphs.benchmark.options import check_options, use
-from vitgraph.graphs.benchmark.pictures import serving_picture
-from vitgraph.graphs.benchmark.systems import Setup, System, rows
-from vitgraph.graphs.benchmark.timing import time_in_turns
-from vitgraph.graphs.benchmark.workloads import Batch, load_sizes, make_batch, photographs
-from vitgraph.graphs.encode import choose
+from vitgraph.graphs.cli.encode import choose
 
 REQUESTS = {"images": (3000, 300), "parallel": (1000, 200)}  # measured, after so many to warm up
 PARALLEL_GRIDS: list[Grid] = [(1, 20, 20)] * 20
@@ -143,7 +143,7 @@ def run_parallel(
             "output": str(output),
         }
         launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        module = ["-m", "vitgraph.graphs.benchmark.parallel", json.dumps(options)]
+        module = ["-m", "vitgraph.bench.parallel", json.dumps(options)]
         with console.status(f"20 images a request, {ranks} ranks"), log.open("w") as stream:
             command = [sys.executable, "-m", *launcher, *module]
             process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)

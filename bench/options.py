@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from vitgraph.graphs.outputs import check_output
+from vitgraph.bench.outputs import check_output
 
 
 def check_options(args: argparse.Namespace) -> None:

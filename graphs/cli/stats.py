@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from vitgraph.graphs.packing import Pack
+from vitgraph.graphs.statistics import Stopwatch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,15 +35,15 @@ class PackRecord:
 
 
 class RunRecorder:
-    """What a manager ran, pack by pack; made by `EncoderCudaGraphManager.record_run`."""
+    """What a manager ran, pack by pack: its `on_pack`."""
 
     def __init__(self, packs: list[PackRecord] | None = None) -> None:
         self.packs = packs or []
 
-    def record(self, pack: Pack, seconds: float) -> None:
-        """Append one pack."""
+    def __call__(self, pack: Pack, watch: Stopwatch) -> None:
+        """Append one pack; waits for it."""
         tokens, items = int(pack.tokens), len(pack.indices)
-        self.packs.append(PackRecord(pack.budget, tokens, items, 1e3 * seconds))
+        self.packs.append(PackRecord(pack.budget, tokens, items, 1e3 * watch.seconds()))
 
     def save(self, path: str | Path) -> None:
         """Write JSON: {"packs": [{"budget", "tokens", "items", "ms"}]}."""

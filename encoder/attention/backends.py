@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitgraph.encoder import attention_flash, attention_flashinfer
-from vitgraph.encoder.attention_trial import Attend, Build, Capability, Heads
+from vitgraph.encoder.attention import flash, flashinfer
+from vitgraph.encoder.attention.trial import Attend, Build, Capability, Heads
 from vitgraph.kernels.attention import DTYPES, attention, attention_config, attention_tiles
 from vitgraph.kernels.launch import is_interpreted
 from vitgraph.kernels.layout import Layout
@@ -58,8 +58,8 @@ def sdpa(layout: Layout, heads: Heads) -> Attend:
 
 BACKENDS: dict[str, Build] = {
     "triton": triton,
-    "flash_attn": attention_flash.flash_attn,
-    "flashinfer": attention_flashinfer.flashinfer,
+    "flash_attn": flash.flash_attn,
+    "flashinfer": flashinfer.flashinfer,
     "sdpa": sdpa,
 }
 VLLM_NAMES = {
@@ -76,9 +76,9 @@ def capability(name: str, heads: Heads, device: torch.device) -> Capability:
     """Whether a backend serves these heads on this device, and why not. A library is imported and
     tried out, once."""
     if name == "flash_attn":
-        return attention_flash.capability(heads, device)
+        return flash.capability(heads, device)
     if name == "flashinfer":
-        return attention_flashinfer.serving(heads, device)[0]
+        return flashinfer.serving(heads, device)[0]
     if name == "sdpa":
         return Capability("sdpa", "torch", True, "reads lengths on the host", capturable=False)
     reason = ""
@@ -93,10 +93,10 @@ def capability(name: str, heads: Heads, device: torch.device) -> Capability:
 
 def capabilities(heads: Heads, device: torch.device) -> list[Capability]:
     """Every provider of every backend, for a table."""
-    providers = [attention_flash.probe(one, heads, device) for one in attention_flash.PROVIDERS]
+    providers = [flash.probe(one, heads, device) for one in flash.PROVIDERS]
     names = ("triton", "flashinfer", "sdpa")
-    ours, flashinfer, torchs = (capability(name, heads, device) for name in names)
-    return [ours, *providers, flashinfer, torchs]
+    ours, cudnn, torchs = (capability(name, heads, device) for name in names)
+    return [ours, *providers, cudnn, torchs]
 
 
 def resolve_backend(name: str, heads: Heads, device: torch.device) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vitgraph.encoder.attention_trial import (
+from vitgraph.encoder.attention.trial import (
     LEAKS,
     Attend,
     Build,

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vitgraph.graphs.benchmark.systems import Setup, System, copy_weights, measure_capture
-from vitgraph.graphs.benchmark.workloads import Batch
+from vitgraph.bench.systems import Setup, System, copy_weights, measure_capture
+from vitgraph.bench.workloads import Batch
 
 
 def vllm_systems(setup: Setup, backend: str) -> list[System]:
@@ -72,9 +72,13 @@ def vllm_systems(setup: Setup, backend: str) -> list[System]:
             replayed.append((None, None))
         return output
 
+    def replays(batch: Batch) -> list[tuple[int | None, Any]]:
+        graph(batch)
+        return list(replayed)
+
     return [
         System(f"vllm {backend} eager", eager),
-        System(f"vllm {backend} graph", graph, lambda: list(replayed), **captured),
+        System(f"vllm {backend} graph", graph, replays, **captured),
     ]
 
 

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from vitgraph.bench.families import build
+from vitgraph.bench.report import header
+from vitgraph.bench.serving import PARALLEL_GRIDS, errors_of, measure
+from vitgraph.bench.systems import Setup, System, require
+from vitgraph.bench.workloads import SERVING_BUDGETS, SERVING_ITEMS, Batch, make_batch
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
-from vitgraph.graphs.benchmark.report import header
-from vitgraph.graphs.benchmark.serving import PARALLEL_GRIDS, errors_of, measure
-from vitgraph.graphs.benchmark.systems import Setup, System, build, require
-from vitgraph.graphs.benchmark.workloads import SERVING_BUDGETS, SERVING_ITEMS, Batch, make_batch
 
 COUNTS = (0, 1, 3, 4, 5, 20)  # images; fewer than ranks leave some without any
 FIRST_REQUESTS = 50

@@ -8,33 +8,28 @@ layer is timed with half of the rows and with all of them, and the smaller sum w
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from vitgraph.encoder.attention import BACKENDS, capability
-from vitgraph.encoder.attention_flash import describe
+from vitgraph.encoder import Qwen3VLVisionEncoder
+from vitgraph.encoder.attention.backends import BACKENDS, capability
+from vitgraph.encoder.attention.flash import describe
 from vitgraph.encoder.operations import LAYERS, Plan
 from vitgraph.kernels.launch import side_stream
 from vitgraph.kernels.linear import Provider, linear, linear_providers
-
-if TYPE_CHECKING:
-    from vitgraph.encoder.model import Qwen3VLVisionEncoder
 
 LAUNCHES, ROUNDS = 10, 5
 TYPICAL_SEQUENCE = 1024  # patches of a 512x512 image
 
 
-def calibrate(
-    encoder: "Qwen3VLVisionEncoder", num_patches: int, max_sequences: int, auto_attention: bool
-) -> Plan:
-    """Measure the candidates of every layer, and of the attention where it may be chosen.
+def calibrate(encoder: Qwen3VLVisionEncoder, num_patches: int, max_sequences: int) -> Plan:
+    """Measure the candidates of every layer, and of the attention where it may be chosen (the
+    encoder's `attention` is "auto").
 
     Args:
         num_patches: capacity in pixel rows.
         max_sequences: capacity in attention sequences.
-        auto_attention: False keeps the encoder's attention backend.
 
     Returns:
         The plan, its `microseconds` telling what was measured for each candidate.
@@ -47,7 +42,7 @@ def calibrate(
             measured[name] = times
             providers[name] = min(times, key=times.__getitem__)
     plan = replace(encoder.plan, providers=providers)
-    if auto_attention:
+    if encoder.auto_attention:
         times, left_out = _time_attention(encoder, num_patches, max_sequences)
         measured["attention"] = times
         plan = replace(plan, attention=min(times, key=times.__getitem__), left_out=left_out)
@@ -55,7 +50,7 @@ def calibrate(
 
 
 def _time_layer(
-    encoder: "Qwen3VLVisionEncoder", name: str, num_patches: int
+    encoder: Qwen3VLVisionEncoder, name: str, num_patches: int
 ) -> dict[Provider, float]:
     """Microseconds of each provider: the mean of a half full and a full capacity."""
     module, activation, per_token, has_residual = layer_of(encoder, name)
@@ -87,7 +82,7 @@ def _time_layer(
     return times
 
 
-def layer_of(encoder: "Qwen3VLVisionEncoder", name: str) -> tuple:
+def layer_of(encoder: Qwen3VLVisionEncoder, name: str) -> tuple:
     """(module, activation, one row a token, residual) of a layer in LAYERS."""
     block, merger = encoder.blocks[0], encoder.merger
     return {
@@ -102,7 +97,7 @@ def layer_of(encoder: "Qwen3VLVisionEncoder", name: str) -> tuple:
 
 
 def _time_attention(
-    encoder: "Qwen3VLVisionEncoder", num_patches: int, max_sequences: int
+    encoder: Qwen3VLVisionEncoder, num_patches: int, max_sequences: int
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Microseconds of each backend that serves: one item that fills the capacity, and items of
     512x512. And why the others were left out: a library may raise whatever it likes."""
@@ -141,7 +136,7 @@ def _time_attention(
     return times, left_out
 
 
-def _random(encoder: "Qwen3VLVisionEncoder", dtype: torch.dtype, *shape: int) -> Tensor:
+def _random(encoder: Qwen3VLVisionEncoder, dtype: torch.dtype, *shape: int) -> Tensor:
     """From a generator of its own: the caller's stays as it is."""
     rng = torch.Generator(encoder.device).manual_seed(0)
     return torch.randn(shape, generator=rng, device=encoder.device, dtype=dtype)

@@ -11,9 +11,10 @@ from PIL import Image
 from rich.console import Console
 from torch import nn
 
-from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder, VisionConfig
+from vitgraph.bench.families import transformers_tower
+from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
+from vitgraph.graphs.cli.encode import Result, choose, run, summary, table
 from vitgraph.graphs.config import CompilationConfig
-from vitgraph.graphs.encode import Result, choose, run, summary, table
 from vitgraph.graphs.manager import EncoderCudaGraphManager
 from vitgraph.graphs.media import MediaLoader
 
@@ -37,7 +38,6 @@ def demo(args: argparse.Namespace, console: Console) -> int:
     manager = EncoderCudaGraphManager(
         encoder,
         CompilationConfig(True, encoder_cudagraph_token_budgets=(128, 256, 512, 1024)),
-        profile=True,
     )
     with console.status("capturing graphs"):
         started = time.perf_counter()
@@ -76,16 +76,6 @@ def _compare(
         highlight=False,
     )
     return 0 if verdict == "equal" else 1
-
-
-def transformers_tower(config: VisionConfig, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """transformers' tower of our geometry, its weights random."""
-    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
-
-    torch.manual_seed(0)
-    with torch.device(device):
-        return Qwen3VLVisionModel(Qwen3VLVisionConfig(**config.to_dict())).to(dtype).eval()
 
 
 def _clip(folder: Path) -> Path:

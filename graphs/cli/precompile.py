@@ -1,24 +1,28 @@
-"""Fill Triton's cache for a geometry without a GPU, so that a first start compiles nothing.
+"""`vitgraph precompile`: fill Triton's cache without a GPU, so that a first start compiles nothing.
 
 The forward itself is run, on CPU tensors, with launches that compile and do nothing else. Triton
 finds the entries again on a GPU machine with the same Triton wheel, the same Python version and the
 cache at the same path (TRITON_CACHE_DIR).
 """
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
-from vitgraph.encoder.attention_trial import TAIL
-from vitgraph.encoder.calibration import layer_of
-from vitgraph.encoder.config import VisionConfig
-from vitgraph.encoder.cudagraph import EAGER_SHAPES
+from vitgraph.encoder import GEOMETRIES, VisionConfig
+from vitgraph.encoder.attention.trial import TAIL
 from vitgraph.encoder.model import Qwen3VLVisionEncoder
 from vitgraph.encoder.operations import LAYERS, TRITON, Plan
+from vitgraph.graphs.calibration import layer_of
+from vitgraph.graphs.config import powers_of_two
+from vitgraph.graphs.qwen3_vl import EAGER_SHAPES, Qwen3VLGraphModel
 from vitgraph.kernels.clear_tail import clear_tail
 from vitgraph.kernels.linear import Provider, linear_providers
-from vitgraph.kernels.offline import CompiledKernel, compiling_for
+from vitgraph.kernels.offline import ARCHITECTURES, CompiledKernel, compiling_for
 
 
 def precompile(
@@ -61,8 +65,9 @@ def precompile(
                 encoder.encode(pixels, layout, out, _plan_for(encoder, patches, provider))
         heads = torch.empty(16, 3, config.num_heads, config.head_dim, dtype=dtype)
         clear_tail(heads[:, 2], layout.num_patches, TAIL)  # some attention libraries need it
+        model = Qwen3VLGraphModel(encoder)
         for grids in EAGER_SHAPES:
-            encoder(encoder.make_encoder_inputs(grids)["pixel_values"], grids)
+            encoder(model.make_encoder_inputs(grids)["pixel_values"], grids)
     return compiled
 
 
@@ -76,3 +81,31 @@ def _plan_for(encoder: Qwen3VLVisionEncoder, patches: int, provider: Provider) -
         offered = linear_providers(encoder.device, dtype, rows, *module.weight.shape)
         providers[name] = provider if provider in offered else offered[0]
     return replace(encoder.plan, providers=providers)
+
+
+def precompile_command(args: argparse.Namespace, console: Console) -> int:
+    """Run the command; the exit status is 1 if a kernel spills registers."""
+    import triton
+
+    if args.arch not in ARCHITECTURES:
+        raise ValueError(f"--arch {args.arch} is none of {', '.join(ARCHITECTURES)}")
+    if triton.knobs.runtime.interpret:
+        raise ValueError("TRITON_INTERPRET is set: interpreted kernels do not compile")
+    if args.budgets and min(args.budgets) < 1:
+        raise ValueError(f"--budgets {min(args.budgets)} must be at least 1")
+    config = VisionConfig.from_pretrained(args.model) if args.model else GEOMETRIES[args.geometry]
+    budgets = args.budgets or powers_of_two(64, 8192)
+    with console.status(f"compiling for {args.arch}"):
+        kernels = precompile(config, args.arch, budgets, dtype=getattr(torch, args.dtype))
+    view = Table("kernel", box=None, pad_edge=False)
+    for name in ("registers", "stack bytes", "shared KiB"):
+        view.add_column(name, justify="right")
+    for kernel in sorted(kernels, key=lambda kernel: kernel.name):
+        numbers = kernel.registers, kernel.stack_bytes, kernel.shared_bytes // 1024
+        view.add_row(kernel.name, *map(str, numbers))
+    console.print(view)
+    tower = args.model or args.geometry
+    sizes = " ".join(map(str, budgets))
+    console.print(f"for {tower} in {args.dtype} on {args.arch}, budgets {sizes}", markup=False)
+    console.print(f"{len(kernels)} kernels in {triton.knobs.cache.dir}", markup=False)
+    return 1 if any(kernel.stack_bytes for kernel in kernels) else 0

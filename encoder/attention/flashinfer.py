@@ -10,8 +10,8 @@ import functools
 import torch
 from torch import Tensor
 
-from vitgraph.encoder.attention_flash import describe, is_installed
-from vitgraph.encoder.attention_trial import (
+from vitgraph.encoder.attention.flash import describe, is_installed
+from vitgraph.encoder.attention.trial import (
     LEAKS,
     Attend,
     Build,

@@ -13,12 +13,15 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from vitgraph.bench.outputs import check_output
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
-from vitgraph.encoder.cudagraph import KEYS
+from vitgraph.graphs.cli.stats import RunRecorder
 from vitgraph.graphs.config import CompilationConfig
-from vitgraph.graphs.manager import EncoderCudaGraphManager
+from vitgraph.graphs.manager import EncoderCudaGraphManager, OnPack
 from vitgraph.graphs.media import Media, MediaLoader, expand
-from vitgraph.graphs.outputs import check_output
+from vitgraph.graphs.packing import Pack
+from vitgraph.graphs.qwen3_vl import KEYS
+from vitgraph.graphs.statistics import Stopwatch
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,7 @@ def encode_files(args: argparse.Namespace, console: Console, errors: Console) ->
         raise ValueError(f"--output {args.output}: the file ends in .safetensors")
     check_output("--record", args.record, [*paths, *filter(None, [args.output])])
     manager = build_manager(args, console)
-    if args.record:
-        manager.record_run()
+    recorder = RunRecorder()
     loader = MediaLoader(args.model, args.max_pixels)
     results: list[Result] = []
     failed = 0
@@ -61,7 +63,7 @@ def encode_files(args: argparse.Namespace, console: Console, errors: Console) ->
                         raise
                     failed += 1
                     errors.print(f"skipped {error}", style="yellow", markup=False, soft_wrap=True)
-            for result in run(manager, batch):
+            for result in run(manager, batch, recorder):
                 # Only what is shown and written is kept, and that not on the GPU.
                 media = replace(result.media, pixel_values=torch.empty(0))
                 results.append(replace(result, media=media, embeddings=result.embeddings.cpu()))
@@ -72,7 +74,7 @@ def encode_files(args: argparse.Namespace, console: Console, errors: Console) ->
         write(args.output, results)
         console.print(f"wrote {args.output}", markup=False)
     if args.record:
-        manager.run.save(args.record)
+        recorder.save(args.record)
     if failed:
         errors.print(f"{failed} of {len(paths)} files could not be read", style="yellow")
     return 1 if failed else 0
@@ -108,15 +110,19 @@ def build_manager(args: argparse.Namespace, console: Console) -> EncoderCudaGrap
     """An encoder and its captured manager."""
     config = CompilationConfig.from_json(args.compilation_config)
     encoder = build_encoder(args, console)
-    manager = EncoderCudaGraphManager(encoder, config, profile=True)
+    manager = EncoderCudaGraphManager(encoder, config)
     with console.status("capturing graphs"):
         manager.capture()
     return manager
 
 
-def run(manager: EncoderCudaGraphManager, batch: Sequence[Media]) -> list[Result]:
+def run(
+    manager: EncoderCudaGraphManager, batch: Sequence[Media], recorder: OnPack | None = None
+) -> list[Result]:
     """Encode images together and videos together; results in the order of `batch`."""
     results: dict[int, Result] = {}
+    packs: list[tuple[Pack, Stopwatch]] = []
+    manager.on_pack = lambda pack, watch: packs.append((pack, watch))
     for modality, (pixel_key, grid_key) in KEYS.items():
         chosen = [i for i, media in enumerate(batch) if media.modality == modality]
         if not chosen:
@@ -127,11 +133,17 @@ def run(manager: EncoderCudaGraphManager, batch: Sequence[Media]) -> list[Result
                 grid_key: [batch[i].grid for i in chosen],
             }
         )
-        for pack, seconds in zip(manager.last_plan, manager.last_seconds, strict=True):
+        for pack, watch in packs:
             fill = pack.tokens / pack.budget if pack.budget else 0.0
+            if recorder is not None:
+                recorder(pack, watch)
             for position in pack.indices:
                 index = chosen[position]
-                results[index] = Result(batch[index], outputs[position], pack.budget, fill, seconds)
+                results[index] = Result(
+                    batch[index], outputs[position], pack.budget, fill, watch.seconds()
+                )
+        packs.clear()
+    manager.on_pack = None
     return [results[i] for i in range(len(batch))]
 
 

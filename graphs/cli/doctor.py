@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from vitgraph.encoder.attention_trial import Capability
+    from vitgraph.encoder.attention.trial import Capability
 
 NUM_HEADS, HEAD_DIM = 16, 72  # of the large towers
 HOPPER = (9, 0)
@@ -138,8 +138,8 @@ def attention() -> Rows:
     """Providers of each attention backend: the dtypes they serve here, or why none."""
     import torch
 
-    from vitgraph.encoder.attention import DTYPES, capabilities
-    from vitgraph.encoder.attention_trial import Heads
+    from vitgraph.encoder.attention.backends import DTYPES, capabilities
+    from vitgraph.encoder.attention.trial import Heads
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]

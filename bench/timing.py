@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import triton
 
-from vitgraph.graphs.benchmark.systems import System, synchronize
-from vitgraph.graphs.benchmark.workloads import Batch
+from vitgraph.bench.systems import System, synchronize
+from vitgraph.bench.workloads import Batch
 
 
 @dataclass
@@ -78,10 +78,10 @@ def wall(
     return statistics.median(times.total), statistics.median(times.host)
 
 
-def replay_ms(system: System, repeats: int = 20) -> float | None:
-    """Median milliseconds of the GPU in the replays of the last call, inputs in place; None where
-    it was not served by graphs alone."""
-    graphs = [graph for _, graph in system.replays()]
+def replay_ms(system: System, batch: Batch, repeats: int = 20) -> float | None:
+    """Median milliseconds of the GPU in the replays of a batch, inputs in place; None where it is
+    not served by graphs alone."""
+    graphs = [graph for _, graph in system.replays(batch)]
     if not graphs or None in graphs:
         return None
     times = []

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vitgraph.graphs.benchmark.report import title_of
+from vitgraph.bench.report import title_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,0 +1,113 @@
+"""The systems of `vitgraph bench`, by family: ours, vLLM's tower, transformers'."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitgraph.bench.systems import Setup, System, copy_weights, measure_capture, synchronize
+from vitgraph.bench.workloads import Batch, make_batch
+from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
+from vitgraph.graphs.config import CompilationConfig
+from vitgraph.graphs.data_parallel import DataParallelEncoder
+from vitgraph.graphs.manager import EncoderCudaGraphManager
+
+
+def build(setup: Setup, families: Sequence[str]) -> tuple[list[System], dict[str, str]]:
+    """Make and try what is asked for; families are keys of `FAMILIES`.
+
+    Returns:
+        What works here, and why the rest does not, by name.
+    """
+    systems: list[System] = []
+    missing: dict[str, str] = {}
+    batch = make_batch(setup.encoder, [(1, 16, 16), (1, 20, 20)])
+    for family in families:
+        for name, make in FAMILIES[family](setup).items():
+            try:
+                made = make()
+                for system in made:
+                    if not system.compiles:
+                        system.encode(batch)
+                synchronize(setup.encoder.device)
+                systems += made
+            except Exception as error:  # another project's: whatever it is, the others still run
+                missing[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    return systems, missing
+
+
+Makers = dict[str, Callable[[], list[System]]]
+
+
+def _vitgraph(setup: Setup) -> Makers:
+    names = {name: f"vitgraph {name}".removesuffix(" auto") for name in setup.attention}
+    return {names[name]: partial(_ours, setup, names[name], name) for name in names}
+
+
+def _ours(setup: Setup, name: str, attention: str) -> list[System]:
+    config, dtype = setup.encoder.config, setup.encoder.dtype
+    encoder = Qwen3VLVisionEncoder(config, device="meta", dtype=dtype, attention=attention)
+    encoder.share_weights(setup.encoder)
+    compilation = CompilationConfig(True, setup.budgets, setup.max_items)
+    manager = EncoderCudaGraphManager(encoder, compilation, log_interval=0)
+    captured = measure_capture(manager.capture, encoder.device)
+
+    def replays(batch: Batch) -> list[tuple[int | None, Any]]:
+        graphs, budgets = manager.budget_graphs, []
+        manager.on_pack = lambda pack, _: budgets.append(pack.budget)
+        graph.execute(batch.mm_kwargs)
+        manager.on_pack = None
+        return [(budget, graphs[budget].graph if budget else None) for budget in budgets]
+
+    eager, graph = (lambda batch: encoder(batch.pixels, batch.grids)), manager
+    if setup.ranks > 1:
+        alone, graph = DataParallelEncoder(encoder), DataParallelEncoder(manager)
+        eager = lambda batch: alone.execute(batch.mm_kwargs)  # noqa: E731
+    return [
+        System(f"{name} eager", eager),
+        System(f"{name} graph", lambda batch: graph.execute(batch.mm_kwargs), replays, **captured),
+    ]
+
+
+def _vllm(setup: Setup) -> Makers:
+    from vitgraph.bench.vllm_tower import vllm_systems  # vLLM takes seconds to import
+
+    return {f"vllm {backend}": partial(vllm_systems, setup, backend) for backend in setup.backends}
+
+
+def _transformers(setup: Setup, name: str = "transformers eager") -> Makers:
+    return {name: partial(_theirs, setup, name)}
+
+
+def _theirs(setup: Setup, name: str) -> list[System]:
+    encoder, compiles = setup.encoder, name.endswith("compile")
+    tower = transformers_tower(encoder.config, encoder.device, encoder.dtype)
+    copy_weights(encoder, tower)
+    forward = torch.compile(tower, dynamic=True) if compiles else tower
+
+    @torch.no_grad()
+    def encode(batch: Batch) -> Tensor:
+        output = forward(batch.pixels, batch.grid_tensor)
+        return torch.cat([output.pooler_output, *output.deepstack_features], dim=1)
+
+    return [System(name, encode, compiles=compiles)]
+
+
+def transformers_tower(config: VisionConfig, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """transformers' tower of our geometry, its weights random."""
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        return Qwen3VLVisionModel(Qwen3VLVisionConfig(**config.to_dict())).to(dtype).eval()
+
+
+FAMILIES: dict[str, Callable[[Setup], Makers]] = {
+    "vitgraph": _vitgraph,
+    "vllm": _vllm,
+    "transformers": _transformers,
+    "compile": partial(_transformers, name="transformers compile"),
+}

@@ -1,0 +1,7 @@
+"""`python -m vitgraph.graphs.cli`."""
+
+import sys
+
+from vitgraph.graphs.cli.main import main
+
+sys.exit(main())

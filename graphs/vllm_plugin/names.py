@@ -1,0 +1,15 @@
+"""What the files of the plugin share: its log, what it replaces, the switch."""
+
+import logging
+import os
+
+# A child of vLLM's logger: its handlers and level apply.
+logger = logging.getLogger("vllm.plugins.vitgraph")
+
+MODELS = "vitgraph.graphs.vllm_plugin.models"
+ARCHITECTURES = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
+
+
+def is_disabled() -> bool:
+    """Whether the environment asks for vLLM's own tower."""
+    return os.environ.get("VITGRAPH_DISABLE", "0").strip().lower() not in ("", "0", "false")
