@@ -17,7 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitgraph.encoder import attention_flash, attention_flashinfer
 from vitgraph.encoder.attention_trial import TAIL, Heads
-from vitgraph.kernels.attention import attention, attention_config, attention_tiles
+from vitgraph.kernels.attention import attention
+from vitgraph.kernels.attention_config import attention_config
+from vitgraph.kernels.attention_tiles import attention_tiles
 from vitgraph.kernels.clear_tail import clear_tail
 from vitgraph.kernels.layout import Layout
 

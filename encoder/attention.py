@@ -19,7 +19,9 @@ from torch import Tensor
 
 from vitgraph.encoder import attention_flash, attention_flashinfer
 from vitgraph.encoder.attention_trial import Attend, Build, Capability, Heads
-from vitgraph.kernels.attention import DTYPES, attention, attention_config, attention_tiles
+from vitgraph.kernels.attention import DTYPES, attention
+from vitgraph.kernels.attention_config import attention_config
+from vitgraph.kernels.attention_tiles import attention_tiles
 from vitgraph.kernels.launch import is_interpreted
 from vitgraph.kernels.layout import Layout
 

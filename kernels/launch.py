@@ -14,8 +14,8 @@ Capability = tuple[int, int]
 # with, on a GPU.
 GLUON_RELEASES = ("3.6.",)
 
-# Of the A100, A40, RTX 4090, H100 and H200 (SXM), B200.
-MULTIPROCESSORS = {(8, 0): 108, (8, 6): 84, (8, 9): 128, (9, 0): 132, (10, 0): 148}
+# Of the A100, A40, RTX 4090, H100 and H200 (SXM), B200, RTX 5090.
+MULTIPROCESSORS = {(8, 0): 108, (8, 6): 84, (8, 9): 128, (9, 0): 132, (10, 0): 148, (12, 0): 170}
 
 
 def is_interpreted() -> bool:

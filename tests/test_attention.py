@@ -7,13 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitgraph.kernels.attention import (
-    AttentionConfig,
-    attention,
-    attention_config,
-    attention_reference,
-    attention_tiles,
-)
+from vitgraph.kernels.attention import attention, attention_reference
+from vitgraph.kernels.attention_config import AttentionConfig, attention_config
+from vitgraph.kernels.attention_tiles import attention_tiles
 
 LENGTHS = {
     "one_row": [1],

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitgraph.kernels.attention import attention, attention_reference, attention_tiles
+from vitgraph.kernels.attention import attention, attention_reference
 from vitgraph.kernels.attention_sm90 import AttentionSm90Config
+from vitgraph.kernels.attention_tiles import attention_tiles
 
 CONFIGS = {
     "tall": AttentionSm90Config(64, 3, 128, 3),
@@ -81,7 +82,8 @@ def test_long_sequences_are_split_where_programs_would_idle(device):
 
 COMPILE = """
 import torch
-from vitgraph.kernels.attention import attention, attention_tiles
+from vitgraph.kernels.attention import attention
+from vitgraph.kernels.attention_tiles import attention_tiles
 from vitgraph.kernels.attention_sm90 import AttentionSm90Config
 from vitgraph.kernels.offline import compiling_for
 
