@@ -32,6 +32,15 @@ GPU_LENGTHS = {
     "mixed_pack": [280, 3072, 1260, 8160, 936, 2304, 400],
     "60_of_64_empty": [400, 0, 1024, 64, 3] + [0] * 59,
 }
+HAS_TMA = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] >= 9
+FORMS_OF_LOADS = [
+    pytest.param(False, id="pointers"),
+    pytest.param(
+        True,
+        id="descriptors",
+        marks=pytest.mark.skipif(not HAS_TMA, reason="descriptors need compute capability 9.0"),
+    ),
+]
 
 
 def offsets(lengths: list[int], device: torch.device) -> Tensor:
@@ -92,27 +101,31 @@ def test_tiles_of_more_sequences_than_a_block(device):
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize("head_dim", [64, 72, 80])
+@pytest.mark.parametrize("descriptors", FORMS_OF_LOADS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_matches_float64(lengths, head_dim, dtype, device, rng, assert_as_exact_as):
+def test_matches_float64(lengths, head_dim, descriptors, dtype, device, rng, assert_as_exact_as):
     """Far below capacity: everything past the last sequence is NaN and stays what it was."""
     rows, real = sum(lengths) + 50, sum(lengths)
     qkv = random_qkv(rows, 2, head_dim, dtype, rng)
     qkv[real:] = float("nan")
     out = torch.full((rows, 2 * head_dim), float("nan"), dtype=dtype, device=device)
     cu_seqlens = offsets([*lengths, 0, 0, 0], device)
-    assert attention(qkv, cu_seqlens, out=out) is out
+    config = AttentionConfig(32, 32, num_stages=2, descriptors=descriptors)
+    tiles = attention_tiles(cu_seqlens, rows, 2, config)
+    assert attention(qkv, cu_seqlens, tiles=tiles, out=out) is out
     assert out[real:].isnan().all()
     if real:
         expected = truth(qkv[:real], lengths)
         assert_as_exact_as(out[:real], sdpa(qkv[:real], lengths), expected)
 
 
-def test_nan_stays_in_its_sequence(device, rng):
+@pytest.mark.parametrize("descriptors", FORMS_OF_LOADS)
+def test_nan_stays_in_its_sequence(descriptors, device, rng):
     """Bit for bit, though neighbours share tiles; the counter is back at zero for the next
     layer."""
     lengths = [20, 37, 45]
     qkv = random_qkv(sum(lengths), 2, 72, torch.float16, rng)
-    config = AttentionConfig(32, 32, num_stages=2)
+    config = AttentionConfig(32, 32, num_stages=2, descriptors=descriptors)
     tiles = attention_tiles(offsets(lengths, device), sum(lengths), 2, config)
     clean = attention(qkv, offsets(lengths, device), tiles=tiles)
     assert tiles.state[1] == 0
