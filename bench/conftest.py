@@ -7,9 +7,7 @@ turns over `buffers`; enough of them keep the inputs out of the L2 cache (see `r
 
 import datetime
 import json
-import os
 import statistics
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +17,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+
+from vitgraph.graphs.benchmark.report import header, title_of
 
 MIN_LAUNCHES = 10  # a graph; more when there are more buffers
 ROUNDS = 15  # replays of each graph, kernel and baseline alternating
@@ -198,37 +198,18 @@ def _times(graphs: list[tuple[torch.cuda.CUDAGraph, int]]) -> list[list[float]]:
     return times
 
 
-def _header(ceilings: dict[str, float]) -> dict[str, str | float]:
+def _about(ceilings: dict[str, float]) -> dict[str, str | float]:
     """Where and with what the numbers were measured."""
-    import triton
-
-    def output(*command: str) -> str:
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent)
-        except OSError:
-            return ""
-        return done.stdout.strip() if done.returncode == 0 else ""
-
     return {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": output(
-            "nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"
-        ),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": os.environ.get("VITGRAPH_COMMIT")
-        or output("git", "rev-parse", "--short", "HEAD")
-        or "unknown",
-        "date": datetime.date.today().isoformat(),
+        **header(),
         "copy_tb_s": round(ceilings["copy"] / 1e12, 3),
         "matmul_tflop_s": round(ceilings["matmul"] / 1e12, 1),
     }
 
 
-def _table(rows: list[Row], header: dict[str, str | float], before: dict[str, float]) -> Table:
-    title = "{gpu}, driver {driver}, torch {torch}, triton {triton}, commit {commit}, {date}"
+def _table(rows: list[Row], about: dict[str, str | float], before: dict[str, float]) -> Table:
     caption = "ceilings measured here: copy {copy_tb_s} TB/s, matmul {matmul_tflop_s} TFLOP/s"
-    table = Table(title=title.format(**header), caption=caption.format(**header))
+    table = Table(title=title_of(about), caption=caption.format(**about))
     columns = ["us", "quartiles", "GB/s", "TFLOP/s", "of ceiling", "against", "us", "ratio"]
     table.add_column("benchmark", no_wrap=True)
     for column in columns + ["change"] * bool(before):
@@ -258,19 +239,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     rows = config.stash[_rows]
     if not rows:
         return
-    header = _header(config.stash[_ceilings])
+    about = _about(config.stash[_ceilings])
     saved = config.stash[_before]
     before = {row["name"]: row["median_us"] for row in saved["rows"]}
     summaries = config.stash[_summaries]
-    Console(width=160).print(_table(rows, header, before), *(table for table, _ in summaries))
+    Console(width=160).print(_table(rows, about, before), *(table for table, _ in summaries))
     if before:
         origin = ORIGIN.format(**saved)
         terminalreporter.write_line(f"change against {saved['path']}: {origin}")
     if config.getoption("save"):
         RESULTS.mkdir(exist_ok=True)
-        gpu = header["gpu"].replace(" ", "-").lower()
+        gpu = about["gpu"].replace(" ", "-").lower()
         path = RESULTS / f"{datetime.datetime.now():%Y-%m-%d-%H%M}-{gpu}.json"
-        content = {**header, "rows": [asdict(row) for row in rows]}
+        content = {**about, "rows": [asdict(row) for row in rows]}
         content |= {str(table.title): values for table, values in summaries}
         path.write_text(json.dumps(content, indent=1) + "\n")
         terminalreporter.write_line(f"saved {path}")

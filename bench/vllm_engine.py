@@ -1,6 +1,6 @@
 """vLLM's own vision tower against ours inside a real engine: same embeddings, same tokens, times.
 
-    python bench/vllm_engine.py [--gpus 2] [--seconds 540] [--save bench/results/NAME.json]
+    python bench/vllm_engine.py [--gpus 2] [--seconds 460] [--save bench/results/NAME.json]
     python bench/vllm_engine.py --gpus 2 --ranks 2 --backends FLASH_ATTN --modes graph
 
 One engine for each attention backend, graphs on and off, vLLM's tower and ours; with --ranks, each
@@ -20,7 +20,7 @@ hits         of the graphs, by vLLM's own statistics
 milliseconds the encoder's call to its synchronised result, median of up to 20, as the model runner
              calls it: through the graph manager, or eagerly
 
-The result is saved after every engine. Written for vLLM 0.26.0; vLLM's CPU build runs the same with
+The result is saved after every engine. vLLM 0.26 to 0.33; vLLM's CPU build runs the same with
 --geometry tiny --backends TORCH_SDPA --modes eager.
 """
 
@@ -85,7 +85,7 @@ def main() -> int:
     parser.add_argument("--one-gpu", action="store_true", help="which all its ranks share")
     parser.add_argument("--tp-modes", nargs="+", choices=TP_MODES, default=list(TP_MODES))
     parser.add_argument("--towers", nargs="+", choices=TOWERS, default=list(TOWERS))
-    args = parse_arguments(parser, measure_engine, backends=BACKENDS, seconds=540)
+    args = parse_arguments(parser, measure_engine, backends=BACKENDS, seconds=460)
     result: dict = {"engines": {}, "comparisons": {}, "others": {}, "not_run": []}
 
     def save(spec: dict | None = None, outcome: dict | None = None) -> None:

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from vllm_alone import alone
-from vllm_lanes import Recorder, engine_options, register_plugin
+from vllm_lanes import Recorder, engine_options, prepare_vllm
 
 from vitgraph.graphs.benchmark.report import header
 from vitgraph.graphs.benchmark.workloads import BUDGETS, MAX_ITEMS, WORKLOADS
@@ -23,7 +23,7 @@ VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 def measure_engine(spec: dict) -> None:
     """Build the engine, load weights, measure; what is there is saved after each step."""
     record = Recorder(spec["output"])
-    record(registered_by=register_plugin())
+    record(registered_by=prepare_vllm())
     import vllm
 
     spec = spec | {"budgets": BUDGETS, "items": MAX_ITEMS}
@@ -58,24 +58,29 @@ def measure_engine(spec: dict) -> None:
 
 def prepare(worker: Any) -> dict[str, Any]:
     """Load the weights and describe the worker."""
-    import vllm
-
     # Or vLLM's counting of ranks, which log-probabilities need, is compiled first.
     torch.compiler.set_stance("force_eager")
     runner = worker.model_runner
     model = runner.get_model()
-    device = model.visual.device
     with torch.no_grad():
-        model.load_weights(random_checkpoint(runner.model_config.hf_config, device))
-    return {
-        "header": (header() if device.type == "cuda" else {"gpu": "none"})
-        | {"vllm": vllm.__version__},
+        model.load_weights(random_checkpoint(runner.model_config.hf_config, model.visual.device))
+    return describe(worker) | {
         "model": f"{type(model).__module__}.{type(model).__name__}",
-        "tower": type(model.visual).__name__,
         "tower_is_replicated": model.use_data_parallel,
+        "memory_estimate_gib": getattr(worker, "cudagraph_memory_estimate", 0) / 2**30,
+    }
+
+
+def describe(worker: Any) -> dict[str, Any]:
+    """Where and with what a worker runs, and which tower serves."""
+    runner = worker.model_runner
+    model = runner.get_model()
+    return {
+        "header": header(model.visual.device),
+        "runner": "V2" if type(runner).__module__.startswith("vllm.v1.worker.gpu.") else "V1",
+        "tower": type(model.visual).__name__,
         "attention": getattr(getattr(model, "vitgraph", None), "attention", None),
         "captured": _manager(worker) is not None,
-        "memory_estimate_gib": getattr(worker, "cudagraph_memory_estimate", 0) / 2**30,
     }
 
 
@@ -124,7 +129,11 @@ def statistics(worker: Any) -> tuple[int, int]:
 
 
 def _manager(worker: Any) -> Any:
-    return getattr(worker.model_runner, "encoder_cudagraph_manager", None)
+    """The graph manager of either model runner, if it has one."""
+    runner = worker.model_runner
+    if hasattr(runner, "encoder_cudagraph_manager"):
+        return runner.encoder_cudagraph_manager
+    return getattr(runner.model_state.encoder_runner, "cudagraph_manager", None)
 
 
 def make_batch(grids: list, visual: nn.Module) -> dict[str, Tensor]:

@@ -25,7 +25,6 @@ from vllm_alone import groups_of, others, signal_groups, was_alone
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model is reached from the script
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # 0.26's has no encoder graphs
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # would compile CUDA sources
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions are sent to the workers
     "VLLM_LOGGING_LEVEL": "INFO",  # the plugin's line is kept in the result
@@ -38,10 +37,17 @@ ONE_GPU_ENVIRONMENT = {  # of ranks that share one; NCCL refuses that
     "VLLM_DISABLE_PYNCCL": "1",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
 }
+V2_RUNNER_HAS_GRAPHS = (0, 28)  # releases before it have them in their first model runner only
 TOWERS = ("vllm", "vitgraph")
 LEAST_SECONDS = 30  # no engine is started with less left
-KEPT = re.compile(r"vitgraph|CUDA graph (pool )?memory|Graph capturing finished")
+KEPT = re.compile(r"vitgraph|V2 Model Runner|CUDA graph (pool )?memory|Graph capturing finished")
 FAULT = re.compile(r"^(\(.*?\) )?(ERROR.*|[\w.]*(Error|Exception|Interrupt)\b.*)$")
+
+
+def runner_environment(release: str) -> dict[str, str]:
+    """The model runner that a release of vLLM uses by itself, unless that has no encoder graphs."""
+    numbers = tuple(int(part) for part in release.split(".")[:2])
+    return {} if numbers >= V2_RUNNER_HAS_GRAPHS else {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
 def engine_options(spec: dict) -> dict[str, Any]:
@@ -94,16 +100,25 @@ def compilation_options(spec: dict) -> dict[str, Any]:
     }
 
 
-def register_plugin() -> str:
-    """What an installed vitgraph needs no call for; returns who registered it."""
+def prepare_vllm() -> str:
+    """In the engine's process: choose the model runner and do what an installed vitgraph needs no
+    call for; returns who registered the plugin."""
+    import vllm
+
+    os.environ |= runner_environment(vllm.__version__)
     if os.environ.get("VITGRAPH_DISABLE") == "1":
         return "nobody"
-    if any(e.name == "vitgraph" for e in entry_points(group="vllm.general_plugins")):
+    if plugin_is_installed():
         return "vLLM, by the entry point"
     from vitgraph.graphs.vllm_plugin import register
 
     register()
     return "this script: vitgraph is not installed"
+
+
+def plugin_is_installed() -> bool:
+    """Whether vLLM finds the plugin by itself."""
+    return any(e.name == "vitgraph" for e in entry_points(group="vllm.general_plugins"))
 
 
 def run_lanes(

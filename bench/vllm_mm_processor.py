@@ -14,6 +14,7 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ from vllm_lanes import (
     Recorder,
     compilation_options,
     memory_options,
-    register_plugin,
+    prepare_vllm,
     run_lanes,
 )
 from vllm_script import parse_arguments, work_folder
@@ -49,11 +50,25 @@ COLUMNS = {"mean": "mean", "P50": "median", "P99": "p99.0"}
 
 def main() -> int:
     """Run all engines; the exit status is 1 if one failed or was not run."""
-    started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=40, help="with 20 images; of others 4x")
-    args = parse_arguments(parser, run_tool, backends=BACKENDS, seconds=480)
-    result: dict = {"requests": args.requests, "engines": {}, "not_run": []}
+    args = parse_arguments(parser, run_tool, backends=BACKENDS, seconds=440)
+    return run_units(args, __file__, markdown)
+
+
+def run_units(
+    args: argparse.Namespace, script: str, table: Callable[[dict], str], **more: object
+) -> int:
+    """Run a script's engines with both towers, save after each, print the table.
+
+    Args:
+        more: what the engines are told beside `units`.
+
+    Returns:
+        1 if an engine failed or was not run.
+    """
+    started = time.monotonic()
+    result: dict = {"requests": args.requests, **more, "engines": {}, "not_run": []}
 
     def save(spec: dict | None = None, outcome: dict | None = None) -> None:
         if spec is not None:
@@ -62,28 +77,12 @@ def main() -> int:
         if not args.save:
             return
         args.save.write_text(json.dumps(result, indent=1) + "\n")
-        args.save.with_suffix(".md").write_text(markdown(result))
+        args.save.with_suffix(".md").write_text(table(result))
 
     with work_folder(args) as (work, model):
-        units = [
-            [
-                {
-                    "name": f"{backend} {mode} {tower}",
-                    "backend": backend,
-                    "graphs": mode == "graph",
-                    "tower": tower,
-                    "model": model,
-                    "requests": args.requests,
-                    "budgets": SERVING_BUDGETS,
-                    "items": SERVING_ITEMS,
-                }
-                for tower in TOWERS
-            ]
-            for mode, backend in itertools.product(args.modes, args.backends)
-        ]
         result["not_run"] = run_lanes(
-            __file__,
-            units,
+            script,
+            units(args, model, **more),
             lanes=args.gpus,
             at_once=args.at_once,
             work=work,
@@ -92,17 +91,60 @@ def main() -> int:
             save=save,
         )
     save()
-    print(markdown(result))
+    print(table(result))
     return int(any("error" in o for o in result["engines"].values()) or bool(result["not_run"]))
+
+
+def units(args: argparse.Namespace, model: str, **more: object) -> list[list[dict]]:
+    """vLLM's tower and ours, for every mode and backend."""
+    return [
+        [
+            {
+                "name": f"{backend} {mode} {tower}",
+                "backend": backend,
+                "graphs": mode == "graph",
+                "tower": tower,
+                "model": model,
+                "requests": args.requests,
+                "budgets": SERVING_BUDGETS,
+                "items": SERVING_ITEMS,
+                **more,
+            }
+            for tower in TOWERS
+        ]
+        for mode, backend in itertools.product(args.modes, args.backends)
+    ]
+
+
+def server_arguments(spec: dict) -> list[str]:
+    """Of `vllm serve` and of the tool, which builds the same engine."""
+    memory = memory_options(spec["at_once"]).items()
+    return [
+        *("--load-format", "dummy", "--max-model-len", "16384"),
+        *("--max-num-batched-tokens", "8192", "--limit-mm-per-prompt", LIMITS),
+        *(word for k, v in memory for word in (f"--{k.replace('_', '-')}", str(v))),
+        *("--mm-encoder-attn-backend", spec["backend"]),
+        *("--compilation-config", json.dumps(compilation_options(spec))),
+    ]
+
+
+def request_arguments(requests: int) -> list[str]:
+    """Of vLLM's benchmarks: so many random requests after some to warm up."""
+    return [
+        *("--dataset-name", "random-mm", "--random-mm-limit-mm-per-prompt", LIMITS),
+        *("--random-input-len", "32", "--num-prompts", str(requests)),
+        *("--num-warmups", str(max(2, requests // 8))),
+    ]
 
 
 def run_tool(spec: dict) -> None:
     """In the engine's process: the tool's `main` for every mix, on one engine."""
     record = Recorder(spec["output"])
-    record(registered_by=register_plugin())
+    record(registered_by=prepare_vllm())
     import vllm
     from vllm.benchmarks import mm_processor
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm_inside import describe
 
     if not hasattr(mm_processor.pd, "__version__"):  # its table is printed with pandas
         rows = SimpleNamespace(to_string=lambda **_: "")
@@ -117,16 +159,12 @@ def run_tool(spec: dict) -> None:
         if not engines:
             started = time.perf_counter()
             engines.append(build(engine_args))
-            record(engine_up_s=time.perf_counter() - started, **describe(engines[0]))
+            engine_up_s = time.perf_counter() - started
+            record(engine_up_s=engine_up_s, **engines[0].collective_rpc(describe)[0])
             timing.enter_context(alone(spec["output"]))
         return engines[0]
 
     vllm.LLM.from_engine_args = build_once
-    memory = [
-        argument
-        for name, value in memory_options(spec["at_once"]).items()
-        for argument in (f"--{name.replace('_', '-')}", str(value))
-    ]
     milliseconds = {}
     for mix, (multiple, arguments) in MIXES.items():
         tool_output = Path(spec["output"]).with_suffix(".tool.json")
@@ -134,14 +172,8 @@ def run_tool(spec: dict) -> None:
         mm_processor.main(
             parser.parse_args(
                 [
-                    *("--model", spec["model"], "--load-format", "dummy"),
-                    *("--max-model-len", "16384", "--max-num-batched-tokens", "8192"),
-                    *("--limit-mm-per-prompt", LIMITS, *memory),
-                    *("--mm-encoder-attn-backend", spec["backend"]),
-                    *("--compilation-config", json.dumps(compilation_options(spec))),
-                    *("--dataset-name", "random-mm", "--random-mm-limit-mm-per-prompt", LIMITS),
-                    *("--random-input-len", "32", "--random-output-len", "1", *arguments),
-                    *("--num-prompts", str(requests), "--num-warmups", str(max(2, requests // 8))),
+                    *("--model", spec["model"], *server_arguments(spec)),
+                    *(*request_arguments(requests), "--random-output-len", "1", *arguments),
                     *("--metric-percentiles", "50,90,99", "--output-json", str(tool_output)),
                     "--disable-tqdm",
                 ]
@@ -160,32 +192,11 @@ def run_tool(spec: dict) -> None:
     record(complete=True)
 
 
-def describe(llm: object) -> dict:
-    """Which tower serves, where."""
-    import torch
-    import vllm
-
-    from vitgraph.graphs.benchmark.report import header
-
-    workers: list = []
-    llm.collective_rpc(workers.append)  # one process: this is the worker itself
-    runner = workers[0].model_runner
-    model = runner.get_model()
-    return {
-        "header": (header() if torch.cuda.is_available() else {"gpu": "none"})
-        | {"vllm": vllm.__version__},
-        "tower": type(model.visual).__name__,
-        "attention": getattr(getattr(model, "vitgraph", None), "attention", None),
-        "captured": getattr(runner, "encoder_cudagraph_manager", None) is not None,
-    }
-
-
 def markdown(result: dict) -> str:
     """The table, one row a kind of requests, backend and mode; ms, and vLLM's over ours."""
-    title = ", ".join(f"{key} {value}" for key, value in (result.get("header") or {}).items())
     head = [f"vLLM {c}" for c in COLUMNS] + [f"ours {c}" for c in COLUMNS] + ["mean ratio"]
     lines = [
-        f"`encoder_forward_ms` of `vllm bench mm-processor`; {title}",
+        f"`encoder_forward_ms` of `vllm bench mm-processor`; {where(result)}",
         "",
         f"| requests | attention | mode | {' | '.join(head)} |",
         "|---|---|---|" + "---:|" * len(head),
@@ -198,14 +209,28 @@ def markdown(result: dict) -> str:
         cells = [f"{t[key]:.2f}" if t else "-" for t in times for key in COLUMNS.values()]
         ratio = f"{times[0]['mean'] / times[1]['mean']:.2f}" if all(times) else "-"
         lines.append(f"| {mix} | {' | '.join([*pair.split(), *cells, ratio])} |")
-    for name, outcome in engines.items():
+    return "\n".join(lines + remarks(result)) + "\n"
+
+
+def where(result: dict) -> str:
+    """Hardware, versions and vLLM's model runner in one line."""
+    about = dict(result.get("header") or {})
+    if runners := sorted({o["runner"] for o in result["engines"].values() if "runner" in o}):
+        about["model runner"] = " and ".join(runners)
+    return ", ".join(f"{key} {value}" for key, value in about.items())
+
+
+def remarks(result: dict) -> list[str]:
+    """What is not in the table, and why."""
+    lines = []
+    for name, outcome in result["engines"].items():
         if name.endswith("vitgraph") and not outcome.get("tower", "Vitgraph").startswith("Vit"):
             lines += ["", f"{name}: served by {outcome['tower']}, not by our tower"]
         if "error" in outcome:
             lines += ["", f"{name}: {outcome['error']}", *outcome.get("faults", [])]
     if result["not_run"]:
         lines += ["", f"no time for: {', '.join(result['not_run'])}"]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 if __name__ == "__main__":

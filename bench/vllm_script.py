@@ -22,17 +22,21 @@ def parse_arguments(
     *,
     backends: Sequence[str],
     seconds: float,
+    engine_seconds: float = 240,
+    modes: Sequence[str] = MODES,
 ) -> argparse.Namespace:
     """Add the options that all have and read them; with `--engine` this process is an engine, and
     ends here."""
     parser.add_argument("--model", type=Path, default=None, help="default: a dummy checkpoint")
     parser.add_argument("--geometry", default="8b", help="of the dummy's tower")
     parser.add_argument("--backends", nargs="+", default=list(backends))
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(modes))
     parser.add_argument("--gpus", type=int, default=1, help="used by engines side by side")
     parser.add_argument("--at-once", type=int, default=3, help="engines that share a GPU")
     parser.add_argument("--seconds", type=float, default=seconds, help="for everything")
-    parser.add_argument("--engine-seconds", type=float, default=240, help="for one engine")
+    parser.add_argument(
+        "--engine-seconds", type=float, default=engine_seconds, help="for one engine"
+    )
     parser.add_argument("--save", type=Path, default=None, help="JSON, written as it grows")
     parser.add_argument("--engine", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,102 +1,183 @@
-"""`vitgraph doctor`: what is installed, what works on this machine, and why not."""
+"""`vitgraph doctor`: what works on this machine, why not, and what is installed.
+
+It is called where something is broken: nothing is imported before the line that needs it, and a
+line that cannot be answered says what went wrong.
+"""
 
 import platform
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from vitgraph.encoder.attention import DTYPES, capabilities
-from vitgraph.encoder.attention_trial import Capability, Heads
-from vitgraph.graphs.vllm_plugin.report import report
-from vitgraph.kernels.launch import hopper_tier_unavailable
+if TYPE_CHECKING:
+    from vitgraph.encoder.attention_trial import Capability
 
 NUM_HEADS, HEAD_DIM = 16, 72  # of the large towers
-DTYPE_NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
-PACKAGES = (
-    "vitgraph",
-    "torch",
-    "triton",
-    "transformers",
-    "safetensors",
-    "huggingface_hub",
-    "vllm",
-    "flash-attn",
-    "flash-attn-4",
-    "fa3-fwd",
-    "flashinfer-python",
-    "nvidia-cudnn-frontend",
-    "av",
-)
+HOPPER = (9, 0)
+MODULES = {  # distribution -> what it is imported as
+    "vitgraph": "vitgraph",
+    "torch": "torch",
+    "triton": "triton",
+    "transformers": "transformers",
+    "safetensors": "safetensors",
+    "huggingface_hub": "huggingface_hub",
+    "vllm": "vllm",
+    "flash-attn": "flash_attn",
+    "flash-attn-4": "flash_attn.cute",
+    "fa3-fwd": "flash_attn_interface",
+    "flashinfer-python": "flashinfer",
+    "nvidia-cudnn-frontend": "cudnn",
+    "prometheus-client": "prometheus_client",
+    "av": "av",
+}
+Rows = Iterable[Sequence[str]]
 
 
 def doctor(console: Console) -> int:
-    """Print three tables; the exit status is 0 as long as the CPU path works."""
-    packages = Table("package", "version", title="installed", title_justify="left", box=None)
-    packages.add_row("python", platform.python_version())
-    for name in PACKAGES:
-        packages.add_row(name, _version(name))
-    console.print(packages, "")
-
-    devices = Table("device", "what", title="devices", title_justify="left", box=None)
-    devices.add_row("cpu", platform.processor() or platform.machine())
-    for index in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(index)
-        devices.add_row(
-            f"cuda:{index}",
-            f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, "
-            f"{gpu.total_memory / 2**30:.0f} GiB",
-        )
-    console.print(devices, "")
-
-    console.print(_attention(torch.device("cuda" if torch.cuda.is_available() else "cpu")), "")
-    console.print(f"Hopper tier of the kernels: {_hopper()}", highlight=False)
-    console.print(f"graphs: {_graphs()}", "", sep="\n", highlight=False)
-    plugin = Table(title="vLLM", title_justify="left", box=None, show_header=False)
-    for name, value in report().items():
-        plugin.add_row(name, value)
-    console.print(plugin)
+    """Print what was found; the exit status is always 0."""
+    _section(console, "devices", ("device", "what", "kernels"), devices)
+    title = f"attention, heads of {HEAD_DIM}"
+    _section(console, title, ("backend", "provider", "works here", "remarks"), attention)
+    console.print(f"Hopper tier: {attempt(hopper)}", highlight=False, markup=False)
+    console.print(f"graphs: {attempt(graphs)}", "", sep="\n", highlight=False, markup=False)
+    _section(console, "vLLM", (), vllm)
+    _section(console, "installed", ("package", "version"), installed)
     return 0
 
 
-def _version(package: str) -> str:
+def attempt(find: Callable[[], Any]) -> str:
+    """An answer, or what kept it."""
     try:
-        return version(package)
-    except PackageNotFoundError:
-        return "-"
+        return str(find())
+    except Exception as error:
+        return f"unknown: {type(error).__name__}: {error}"
 
 
-def _attention(device: torch.device) -> Table:
-    """Providers of each attention backend: the dtypes they serve on a device, or why none."""
-    title = f"attention on {device}, heads of {HEAD_DIM}"
-    table = Table("backend", "provider", "works here", "remarks", title=title, box=None)
-    table.title_justify = "left"
+def _section(console: Console, title: str, header: Sequence[str], find: Callable[[], Rows]) -> None:
+    table = Table(*header, title=title, title_justify="left", box=None, show_header=bool(header))
+    try:
+        for row in find():
+            table.add_row(*map(Text, row))  # as text: what others write may look like markup
+    except Exception as error:
+        console.print(
+            f"{title}: unknown: {type(error).__name__}: {error}", highlight=False, markup=False
+        )
+    console.print(table, "")
+
+
+def devices() -> Rows:
+    """The CPU and every GPU, with the kernels that serve there."""
+    yield "cpu", platform.processor() or platform.machine(), "torch"
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        yield f"cuda:{index}", attempt(lambda i=index: _gpu(i)), attempt(lambda i=index: tier(i))
+
+
+def _gpu(index: int) -> str:
+    import torch
+
+    gpu = torch.cuda.get_device_properties(index)
+    memory = gpu.total_memory / 2**30
+    return f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, {memory:.0f} GiB"
+
+
+def tier(index: int) -> str:
+    """Which of our kernels serve on a GPU."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(index)
+    if (major, minor) != HOPPER:
+        return f"portable tier: the Hopper tier is for compute capability 9.0, not {major}.{minor}"
+    from vitgraph.kernels.launch import hopper_tier_unavailable
+
+    reason = hopper_tier_unavailable(torch.device("cuda", index))
+    return f"portable tier: {reason}" if reason else "Hopper tier"
+
+
+def gluon(release: str) -> Literal["tested", "tried", "absent"]:
+    """What the Hopper tier, which is written in Gluon, is to a release of triton."""
+    from vitgraph.kernels.launch import GLUON_RELEASES
+
+    if release.startswith(GLUON_RELEASES):
+        return "tested"
+    try:
+        import triton.experimental.gluon  # noqa: F401
+    except ImportError:
+        return "absent"
+    return "tried"
+
+
+def hopper() -> str:
+    """What this triton makes of the Hopper tier, with or without such a GPU."""
+    import triton
+
+    release = triton.__version__
+    return {
+        "tested": f"tested with triton {release}; used on compute capability 9.0",
+        "tried": f"triton {release} is untested: tried on first use on a Hopper GPU",
+        "absent": f"triton {release} has no Gluon: the portable tier serves everywhere",
+    }[gluon(release)]
+
+
+def graphs() -> str:
+    """Whether CUDA graphs can be captured here."""
+    import torch
+
+    if torch.cuda.is_available():
+        return "captured and replayed"
+    return "torch sees no CUDA GPU; the same packs run without capture"
+
+
+def attention() -> Rows:
+    """Providers of each attention backend: the dtypes they serve here, or why none."""
+    import torch
+
+    from vitgraph.encoder.attention import DTYPES, capabilities
+    from vitgraph.encoder.attention_trial import Heads
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
     by_dtype = [capabilities(Heads(NUM_HEADS, HEAD_DIM, dtype), device) for dtype in DTYPES]
     for answers in zip(*by_dtype, strict=True):
-        table.add_row(answers[0].backend, answers[0].provider, *_serves(answers))
-    return table
+        yield answers[0].backend, answers[0].provider, *_serves(answers, names)
 
 
-def _serves(answers: Sequence[Capability]) -> tuple[str, str]:
-    """What one provider answers for `DTYPES`: those it serves, and a remark or the reasons."""
-    served = [name for answer, name in zip(answers, DTYPE_NAMES, strict=True) if answer.ok]
+def _serves(answers: Sequence["Capability"], names: Sequence[str]) -> tuple[str, str]:
+    """What one provider answers for each dtype: those it serves, and a remark or the reasons."""
+    served = [name for answer, name in zip(answers, names, strict=True) if answer.ok]
     remarks = dict.fromkeys(a.reason for a in answers if a.ok == bool(served) and a.reason)
     if served:
         return ", ".join(served), "; ".join(remarks)
     return "no", next(iter(remarks))
 
 
-def _hopper() -> str:
-    """Whether the Gluon kernels serve here, or why not."""
-    if not torch.cuda.is_available():
-        return "no: torch sees no CUDA GPU"
-    reason = hopper_tier_unavailable(torch.device("cuda", torch.cuda.current_device()))
-    return f"no: {reason}; portable kernels serve" if reason else "yes"
+def vllm() -> Rows:
+    """Whether vLLM would use the plugin."""
+    from vitgraph.graphs.vllm_plugin.report import report
+
+    return report().items()
 
 
-def _graphs() -> str:
-    if torch.cuda.is_available():
-        return "captured and replayed"
-    return "torch sees no CUDA GPU; the same packs run without capture"
+def installed() -> Rows:
+    """Versions, of the modules in use where they have been imported."""
+    yield "python", platform.python_version()
+    for distribution, module in MODULES.items():
+        yield distribution, attempt(lambda d=distribution, m=module: version_of(d, m))
+
+
+def version_of(distribution: str, module: str) -> str:
+    """The imported module's version, and its metadata's where that is another; "-" for neither."""
+    used = getattr(sys.modules.get(module), "__version__", None)
+    try:
+        recorded = version(distribution)
+    except PackageNotFoundError:
+        recorded = None
+    if used and recorded and used.partition("+")[0] != recorded.partition("+")[0]:
+        return f"{used} (its metadata says {recorded})"
+    return used or recorded or "-"

@@ -6,6 +6,7 @@
 The counters that `Statistics` keeps anyway are the only state: serving pays nothing for them. Fill
 of a budget is the ratio of two counters, over any time range:
     rate(vitgraph_encoder_tokens_total[5m]) / rate(vitgraph_encoder_capacity_tokens_total[5m])
+The vLLM plugin counts under the same names (vllm_plugin/metrics.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import CounterMetricFamily
+
+
+PREFIX = "vitgraph_encoder_"
+FAMILIES = {  # counters: their help and labels
+    "batches": ("Batches served.", ["encoder"]),
+    "items": ("Images and videos, by how they were served.", ["encoder", "served"]),
+    "misses": ("Items that ran eagerly, by reason.", ["encoder", "reason"]),
+    "replays": ("Graph replays.", ["encoder", "budget"]),
+    "replayed_items": ("Items in the replays.", ["encoder", "budget"]),
+    "tokens": ("Real tokens in the replays.", ["encoder", "budget"]),
+    "capacity_tokens": ("Captured tokens of the replays.", ["encoder", "budget"]),
+    "seconds": ("Time in the encoder, where it is measured.", ["encoder", "served"]),
+}
 
 
 class HasStatistics(Protocol):
@@ -82,6 +96,13 @@ class EncoderMetrics:
                 families["replayed_items"].add_metric(labels, numbers["items"])
                 families["tokens"].add_metric(labels, numbers["tokens"])
                 families["capacity_tokens"].add_metric(labels, numbers["replays"] * int(budget))
+            seconds = {
+                "graph": sum(numbers["seconds"] for numbers in stats["budgets"].values()),
+                "eager": stats["eager_seconds"],
+            }
+            for served, took in seconds.items():
+                if took:  # a manager that does not profile has none
+                    families["seconds"].add_metric([name, served], took)
             for reason, misses in stats.get("misses_by_reason", {}).items():
                 families["misses"].add_metric([name, str(reason)], misses)
         yield from families.values()
@@ -90,16 +111,7 @@ class EncoderMetrics:
 def _families() -> dict[str, CounterMetricFamily]:
     from prometheus_client.core import CounterMetricFamily
 
-    described = {
-        "batches": ("Batches served.", ["encoder"]),
-        "items": ("Images and videos, by how they were served.", ["encoder", "served"]),
-        "misses": ("Items that ran eagerly, by reason.", ["encoder", "reason"]),
-        "replays": ("Graph replays.", ["encoder", "budget"]),
-        "replayed_items": ("Items in the replays.", ["encoder", "budget"]),
-        "tokens": ("Real tokens in the replays.", ["encoder", "budget"]),
-        "capacity_tokens": ("Captured tokens of the replays.", ["encoder", "budget"]),
-    }
     return {
-        name: CounterMetricFamily(f"vitgraph_encoder_{name}", text, labels=labels)
-        for name, (text, labels) in described.items()
+        name: CounterMetricFamily(PREFIX + name, text, labels=labels)
+        for name, (text, labels) in FAMILIES.items()
     }

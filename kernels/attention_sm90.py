@@ -17,7 +17,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -35,10 +34,10 @@ from vitgraph.kernels.sm90.attention_shared import (
     V_TAIL_LAYOUT,
     Shared,
     Sizes,
-    barrier,
     make_barriers,
     ring_place,
 )
+from vitgraph.kernels.sm90.gluon_names import async_load, barrier
 
 if TYPE_CHECKING:
     from vitgraph.kernels.attention_tiles import AttentionTiles
@@ -46,9 +45,9 @@ if TYPE_CHECKING:
 
 @gluon.jit
 def _copy(desc, tail_desc, plane, row, ready, buffer, tail_buffer, TAIL: gl.constexpr):
-    tma.async_copy_global_to_shared(desc, [plane, row, 0], ready, buffer)
+    async_load(desc, [plane, row, 0], ready, buffer)
     if TAIL:
-        tma.async_copy_global_to_shared(tail_desc, [plane, row, 64], ready, tail_buffer)
+        async_load(tail_desc, [plane, row, 64], ready, tail_buffer)
 
 
 @gluon.jit
@@ -253,6 +252,14 @@ class AttentionSm90Config:
         return self.rows * self.consumers
 
 
+# Small tiles; wide ones for many small images; tall ones, of three warpgroups, for the rest.
+CONFIGS = {
+    "small": AttentionSm90Config(64, 2, 128, 2),
+    "wide": AttentionSm90Config(128, 2, 64, 3, overlap=True),
+    "tall": AttentionSm90Config(64, 3, 128, 3),
+}
+
+
 def attention_sm90_config(
     num_patches: int, num_sequences: int, head_dim: int, device: torch.device
 ) -> AttentionSm90Config | None:
@@ -265,10 +272,8 @@ def attention_sm90_config(
     if head_dim not in (64, 72, 80) or num_patches <= 640 or hopper_tier_unavailable(device):
         return None
     if num_patches <= 2560:
-        return AttentionSm90Config(64, 2, 128, 2)  # small
-    if num_patches <= 480 * num_sequences:  # many small images
-        return AttentionSm90Config(128, 2, 64, 3, overlap=True)  # wide
-    return AttentionSm90Config(64, 3, 128, 3)  # tall
+        return CONFIGS["small"]
+    return CONFIGS["wide" if num_patches <= 480 * num_sequences else "tall"]
 
 
 def launch_attention_sm90(
@@ -294,4 +299,5 @@ def launch_attention_sm90(
         HEADS=num_heads, HEAD_DIM=head_dim, TAIL=16 if head_dim > 64 else 0,
         ROWS=config.rows, CONSUMERS=config.consumers, BLOCK_N=config.block_n,
         STAGES=config.stages, OVERLAP=config.overlap, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip

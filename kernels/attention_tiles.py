@@ -217,5 +217,6 @@ def attention_tiles(
         HEADS=num_heads, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         PROGRAMS=programs if config.can_split else 0,  # else one binary serves all GPUs of a kind
         MAX_PARTS=max_parts, COUNTERS=counters, BLOCK_S=128, BLOCK_U=512, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return AttentionTiles(config, table, state, partials)

@@ -1,6 +1,7 @@
 """What launches share: the GPU they are for, how many programs it takes, the row count."""
 
 import functools
+import os
 import threading
 from contextlib import AbstractContextManager, nullcontext
 
@@ -11,11 +12,13 @@ import triton.language as tl
 Capability = tuple[int, int]
 
 # The Hopper tier is written in Gluon, which changes between releases of Triton: those it was tested
-# with, on a GPU.
-GLUON_RELEASES = ("3.6.",)
+# with, on a GPU. Any other is tried before it is used.
+GLUON_RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
 
 # Of the A100, A40, RTX 4090, H100 and H200 (SXM), B200, RTX 5090.
-MULTIPROCESSORS = {(8, 0): 108, (8, 6): 84, (8, 9): 128, (9, 0): 132, (10, 0): 148, (12, 0): 170}
+MULTIPROCESSORS = {
+    (8, 0): 108, (8, 6): 84, (8, 9): 128, (9, 0): 132, (10, 0): 148, (12, 0): 170,
+}  # fmt: skip
 
 
 def is_interpreted() -> bool:
@@ -34,14 +37,21 @@ def capability_of(device: torch.device) -> Capability:
 
 
 def hopper_tier_unavailable(device: torch.device) -> str | None:
-    """Why the Gluon kernels cannot serve on `device`, or None where they can."""
-    if not triton.__version__.startswith(GLUON_RELEASES):
-        tested = ", ".join(f"{release}x" for release in GLUON_RELEASES)
-        return f"tested with triton {tested}, this is {triton.__version__}"
+    """Why the Gluon kernels cannot serve on `device`, or None where they can.
+
+    The first call for a GPU may take a minute, under a release of Triton that they were not tested
+    with. VITGRAPH_HOPPER_TIER=off leaves them out.
+    """
+    if os.environ.get("VITGRAPH_HOPPER_TIER", "on").strip().lower() in ("off", "0"):
+        return "VITGRAPH_HOPPER_TIER is off"
     capability = capability_of(device)
     if capability != (9, 0):
         return f"needs compute capability 9.0, this GPU has {capability[0]}.{capability[1]}"
-    return None
+    if triton.__version__.startswith(GLUON_RELEASES) or device.type != "cuda":
+        return None
+    from vitgraph.kernels.sm90.trial import failure
+
+    return failure(device)
 
 
 def num_multiprocessors(device: torch.device) -> int:

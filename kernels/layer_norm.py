@@ -102,6 +102,7 @@ def layer_norm(
         MAIN=main,
         REST=triton.next_power_of_2(width - main),
         num_warps=warps * x.element_size() // 2,
+        enable_fp_fusion=True,
     )
     return out
 

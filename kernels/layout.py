@@ -148,6 +148,7 @@ def layout(
         LEVELS=6 if num_slots <= 64 else MAX_SLOTS.bit_length() - 1,
         BLOCK=BLOCK,
         num_warps=4,
+        enable_fp_fusion=True,
     )
     return Layout(
         *counts,

@@ -26,6 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vitgraph.kernels.activation import Activation
 from vitgraph.kernels.launch import num_programs, row_count
+from vitgraph.kernels.sm90.gluon_names import async_load
 from vitgraph.kernels.sm90.linear_flat import consume_flat, produce_flat
 from vitgraph.kernels.sm90.linear_tiles import (
     CONSUMERS,
@@ -34,6 +35,7 @@ from vitgraph.kernels.sm90.linear_tiles import (
     NARROW,
     ROWS,
     STAGES,
+    STAGING,
     WIDE_LAYOUT,
     fetch_residual,
     finish,
@@ -59,15 +61,15 @@ def _produce_tall(
             barrier = ready.index(stage)
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
             mbarrier.expect(barrier, (ROWS + COLS) * DEPTH * 2)
-            tma.async_copy_global_to_shared(
+            async_load(
                 weight_desc, [col, k], barrier, weight_smem.index(stage)
             )  # fmt: skip
             if COLS == 192:
-                tma.async_copy_global_to_shared(
+                async_load(
                     tail_desc, [col + 128, k], barrier, tail_smem.index(stage)
                 )  # fmt: skip
             for consumer in gl.static_range(CONSUMERS):
-                tma.async_copy_global_to_shared(
+                async_load(
                     x_desc, [row + 64 * consumer, k], barrier,
                     x_smem.index(stage * CONSUMERS + consumer),
                 )  # fmt: skip
@@ -174,7 +176,7 @@ def linear_sm90_kernel(
     x_smem = gl.allocate_shared_memory(dtype, [STAGES * CONSUMERS, 64, DEPTH], layout)
     weight_smem = gl.allocate_shared_memory(dtype, [STAGES, 128, DEPTH], layout)
     tail_smem = gl.allocate_shared_memory(dtype, [STAGES, 64, DEPTH], layout)
-    staging = gl.allocate_shared_memory(dtype, [CONSUMERS * 3, 64, 64], layout)
+    staging = gl.allocate_shared_memory(dtype, [STAGING, 64, 64], layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
     residual_ready = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], barrier_layout)
@@ -223,4 +225,5 @@ def linear_sm90(
         bias, out, num_rows, out.stride(0), capacity, out_features, in_features, activation,
         # 65,536 registers are 128 for each of 512 threads; the consumers take the producer's.
         num_warps=4, maxnreg=128,
+        enable_fp_fusion=True,
     )  # fmt: skip

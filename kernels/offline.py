@@ -22,13 +22,8 @@ from triton.backends.compiler import GPUTarget
 
 # Shared memory that one program may use, by compute capability (CUDA programming guide).
 MAX_SHARED_BYTES = {
-    80: 163 << 10,
-    86: 99 << 10,
-    89: 99 << 10,
-    90: 227 << 10,
-    100: 227 << 10,
-    120: 99 << 10,
-}
+    80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10,
+}  # fmt: skip
 ARCHITECTURES = tuple(f"sm_{capability}" for capability in MAX_SHARED_BYTES)
 
 

@@ -92,6 +92,7 @@ def position_embedding(
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
         num_warps=2,
+        enable_fp_fusion=True,
     )
     return hidden
 

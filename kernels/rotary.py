@@ -108,6 +108,7 @@ def rotary_table(
         BLOCK_PAIRS=triton.next_power_of_2(half),
         BLOCK_ROWS=TABLE_ROWS,
         num_warps=4,
+        enable_fp_fusion=True,
     )
     return table
 
@@ -200,6 +201,7 @@ def rotary(
         BLOCK_HEADS=triton.next_power_of_2(num_heads),
         BLOCK_DIM=triton.next_power_of_2(head_dim),
         num_warps=1,
+        enable_fp_fusion=True,
     )
     return qkv
 

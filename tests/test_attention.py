@@ -227,7 +227,7 @@ def test_gpu_replay_follows_the_offsets(device, rng):
     rows, slots = 4096, 16
     qkv = random_qkv(rows, 16, 72, torch.bfloat16, rng)
     cu_seqlens = offsets([rows] + [0] * (slots - 1), device)
-    config = attention_config(rows, slots, 72, qkv.dtype, device)
+    config = attention_config(rows, slots, 16, 72, qkv.dtype, device)
 
     def forward() -> list[Tensor]:
         tiles = attention_tiles(cu_seqlens, rows, 16, config)

@@ -11,15 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitgraph.kernels.attention import attention, attention_reference
-from vitgraph.kernels.attention_sm90 import AttentionSm90Config
-from vitgraph.kernels.attention_tiles import attention_tiles
+from vitgraph.kernels.attention import attention, attention_reference, attention_tiles
+from vitgraph.kernels.attention_sm90 import CONFIGS
 
-CONFIGS = {
-    "tall": AttentionSm90Config(64, 3, 128, 3),
-    "wide": AttentionSm90Config(128, 2, 64, 3, overlap=True),
-    "small": AttentionSm90Config(64, 2, 128, 2),
-}
 EDGES = [1, 37, 63, 64, 65, 0, 127, 128, 129, 191, 192, 193, 255, 256, 257, 400, 511, 700, 1024, 3]
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
@@ -82,8 +76,7 @@ def test_long_sequences_are_split_where_programs_would_idle(device):
 
 COMPILE = """
 import torch
-from vitgraph.kernels.attention import attention
-from vitgraph.kernels.attention_tiles import attention_tiles
+from vitgraph.kernels.attention import attention, attention_tiles
 from vitgraph.kernels.attention_sm90 import AttentionSm90Config
 from vitgraph.kernels.offline import compiling_for
 

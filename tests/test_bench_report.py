@@ -1,6 +1,10 @@
 """Tables and pictures of benchmark results."""
 
+import sys
+import types
+
 import pytest
+import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from vitgraph.graphs.benchmark import pictures, report
@@ -114,3 +118,30 @@ def test_nothing_in_the_picture_is_cut(kind, encoder_result, serving_result) -> 
             assert "ms" in axes.get_ylabel() + axes.get_xlabel() or "times" in axes.get_xlabel()
             labels = {text.get_text().partition(":")[0] for text in axes.get_legend().get_texts()}
             assert {"vitgraph eager", "vllm FLASH_ATTN graph"} <= labels
+
+
+def test_versions_are_those_of_the_modules_in_use(monkeypatch) -> None:
+    """A newer triton put before the installed one was reported as the installed one."""
+    modules = {"triton": "3.8.0", "vllm": "0.33.0", "flashinfer": None}
+    for name, version in modules.items():
+        module = types.ModuleType(name)
+        if version:
+            module.__version__ = version
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    about = report.header(torch.device("cpu"))
+    assert {name: about[name] for name in modules} == modules | {"flashinfer": "unknown"}
+    assert about["torch"] == torch.__version__ and "transformers" not in about
+    assert "triton 3.8.0, vllm 0.33.0" in report.title_of(about)
+
+
+def test_the_assembler_of_the_gpu_is_named(monkeypatch) -> None:
+    compiler = pytest.importorskip("triton.backends.nvidia.compiler", reason="needs Triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    tools = {90: "12.9", 100: "13.1"}
+    monkeypatch.setattr(
+        compiler, "get_ptxas", lambda arch: types.SimpleNamespace(version=tools[arch])
+    )
+    assert report._ptxas(None) == "12.9"
+    monkeypatch.delattr(compiler, "get_ptxas")
+    assert report._ptxas(None) == "unknown"

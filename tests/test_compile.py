@@ -12,7 +12,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from vitgraph.kernels.clear_tail import clear_tail
+from vitgraph.kernels.isolate import isolate
 from vitgraph.kernels.layer_norm import layer_norm
 from vitgraph.kernels.layout import layout
 from vitgraph.kernels.offline import compiling_for
@@ -37,7 +37,7 @@ def launch_row_kernels(device, dtype, rows, slots, hidden, head_dim, heads=16):
     table = rotary_table(batch.coords, frequencies, batch.num_patches)
     qkv = empty(rows, 3, heads, head_dim)
     rotary(qkv, table, batch.num_patches)
-    clear_tail(qkv[:, 2], batch.num_patches, 256)
+    isolate(qkv, batch.num_patches, 256)
     for width, count in ((hidden, batch.num_patches), (4 * hidden, batch.num_tokens)):
         layer_norm(empty(rows, width), empty(width), empty(width), num_rows=count)
 
@@ -82,7 +82,7 @@ def test_batch_sizes_are_not_specialised():
         "position_embedding_kernel": 1,
         "rotary_table_kernel": 1,
         "rotary_kernel": 1,
-        "clear_tail_kernel": 1,
+        "isolate_kernel": 1,
         "layer_norm_kernel": 2,  # patches and tokens
     }
 

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from vitgraph.graphs.metrics import FAMILIES
+from vitgraph.graphs.vllm_plugin.report import V2_SINCE
+
+HOPPER_TIER = ("3.6.", "3.7.", "3.8.", "3.9.")
 TOWERS = ("vllm", "vitgraph")
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -181,6 +185,43 @@ def test_capture() -> None:
         f"vLLM's {theirs['capture_s']:.1f} s.",
     ):
         assert words in README
+
+
+def test_model_runners_of_vllm_releases() -> None:
+    """The table of releases, against what doctor goes by; vllm_modes.py asks vLLM itself."""
+    rows, seen = table("| vLLM | torch | triton |", PLUGIN), []
+    for releases, _, triton, tier, *runners, typed in rows:
+        first, last = (int(release[2:]) for release in (releases.split(" - ") * 2)[:2])
+        seen += range(first, last + 1)
+        assert (tier == "tested") == f"{triton}.0".startswith(HOPPER_TIER)
+        for runner, since in zip(runners, V2_SINCE.values(), strict=True):
+            for minor in (first, last):
+                v2 = "V2" if minor >= 28 else "V2, no encoder graphs"
+                assert runner == (v2 if (0, minor) >= since else "V1")
+        needed = "dense: `VLLM_USE_V2_MODEL_RUNNER=0`" if "no encoder" in runners[0] else "nothing"
+        assert typed == needed
+    assert seen == list(range(20, 34))
+
+
+@pytest.mark.parametrize("page", [README, PLUGIN], ids=["README", "plugin"])
+def test_the_line_of_the_log(page) -> None:
+    """As the wrapper writes it."""
+    source = (ROOT / "graphs" / "vllm_plugin" / "wrapper.py").read_text()
+    line = "vitgraph serves the vision tower of {}: attention {} (vLLM chose {})"
+    assert line.replace("{}", "%s") in source
+    assert '"graphs %s' in source
+    said = line.format("Qwen3VLForConditionalGeneration", "triton", "TRITON_ATTN")
+    assert said in " ".join(page.split())
+    assert "graphs on" in page
+
+
+def test_metrics_of_the_plugin() -> None:
+    rows = table("| `vitgraph_encoder_...`", PLUGIN)
+    named = {name: row[1] for row in rows for name in re.findall(r"`(\w+)_total`", row[0])}
+    expected = {name: labels[1] for name, (_, labels) in FAMILIES.items() if len(labels) > 1}
+    assert {name: re.search(r"`(\w+)`", by).group(1) for name, by in named.items()} == expected
+    for name in re.findall(r"vitgraph_encoder_(\w+)_total", PLUGIN):
+        assert name in FAMILIES
 
 
 def test_tree_matches_the_repository() -> None:

@@ -14,7 +14,7 @@ import torch
 from vitgraph.encoder import attention
 from vitgraph.encoder.attention_trial import Capability
 from vitgraph.graphs import vllm_plugin
-from vitgraph.graphs.vllm_plugin import backends, wrapper
+from vitgraph.graphs.vllm_plugin import backends, metrics, wrapper
 from vitgraph.graphs.vllm_plugin.protocol import SHAPES
 
 _SPEC = importlib.util.spec_from_file_location(
@@ -33,7 +33,7 @@ CHOSEN = (
 @pytest.mark.vllm
 @pytest.mark.parametrize("release", CHOSEN)
 def test_inside_a_real_release(release) -> None:
-    """tests/vllm_contract.py and vllm_modes.py, in a process of its own."""
+    """tests/vllm_contract.py, vllm_modes.py and vllm_bench.py, in a process of its own."""
     if not (ASKED or os.environ.get("CI") or releases.is_cached(release)):
         pytest.skip(f"vLLM {release} is a download of 300 MB: make test-vllm, or CI=1")
     try:
@@ -51,6 +51,7 @@ def registry(monkeypatch):
     vllm.ModelRegistry = SimpleNamespace(register_model=found.__setitem__)
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.delenv("VITGRAPH_DISABLE", raising=False)
+    monkeypatch.setattr(metrics, "publish", lambda: None)  # in the registry of this process
     return found
 
 
@@ -71,8 +72,19 @@ def test_it_can_be_turned_off(value, registry, monkeypatch) -> None:
     assert registry == {}
 
 
+def test_metrics_that_fail_keep_nobody_from_serving(registry, monkeypatch, caplog) -> None:
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(metrics, "publish", fail)
+    vllm_plugin.register()
+    assert len(registry) == 2
+    assert "vitgraph: no metrics: OSError: [Errno 28] No space left on device" in caplog.text
+
+
 def test_a_failure_is_one_line(monkeypatch, caplog) -> None:
     """KNOWN_FAILURES 27: a vLLM that is broken or unlike any other is left alone."""
+    monkeypatch.setattr(metrics, "publish", lambda: None)
     monkeypatch.delenv("VITGRAPH_DISABLE", raising=False)
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     with caplog.at_level(logging.WARNING):
@@ -171,7 +183,7 @@ def test_no_graphs_where_vllm_captures_none() -> None:
     assert "cudagraph_mode NONE" in wrapper.why_no_graphs(config, None)
     config.use_v2_model_runner = True  # from 0.28 on, which captures encoders even so
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wrapper, "_new_runner_has_graphs", lambda: True)
+        patch.setattr(wrapper, "new_runner_has_graphs", lambda: True)
         assert wrapper.why_no_graphs(config, None) is None
         config.model_config.enforce_eager = True
         assert "enforce_eager" in wrapper.why_no_graphs(config, None)
@@ -181,6 +193,6 @@ def test_no_graphs_where_vllm_captures_none() -> None:
 def test_a_model_runner_without_graphs(has_graphs, monkeypatch) -> None:
     config = make_config()
     config.use_v2_model_runner = True
-    monkeypatch.setattr(wrapper, "_new_runner_has_graphs", lambda: has_graphs)
+    monkeypatch.setattr(wrapper, "new_runner_has_graphs", lambda: has_graphs)
     reason = wrapper.why_no_graphs(config, None)
     assert reason is None if has_graphs else "VLLM_USE_V2_MODEL_RUNNER=0" in reason

@@ -194,7 +194,7 @@ def test_video_pruning_has_no_graphs(make_model, caplog) -> None:
 @pytest.mark.skipif(MINOR < 26, reason="an earlier V2 runner is experimental")
 def test_model_runners_with_graphs_are_recognised() -> None:
     """Field notes: the V2 runner has encoder graphs since 0.28."""
-    assert wrapper_module._new_runner_has_graphs() == (MINOR >= 28)
+    assert wrapper_module.new_runner_has_graphs() == (MINOR >= 28)
 
 
 def test_tower_lora_is_left_to_vllm(make_model, caplog) -> None:
@@ -269,18 +269,83 @@ def test_doctor(monkeypatch) -> None:
     """KNOWN_FAILURES 27: what would serve can be asked for."""
     from vitgraph.graphs.vllm_plugin import report
 
-    plugin = SimpleNamespace(value="vitgraph.graphs.vllm_plugin:register")
+    plugin = SimpleNamespace(name="vitgraph", value="vitgraph.graphs.vllm_plugin:register")
     monkeypatch.setattr(report, "entry_points", lambda group: [plugin])
+    monkeypatch.setenv("VLLM_PLUGINS", "other,vitgraph")
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     lines = report.report()
     assert lines["vLLM"] == RELEASE
     assert lines["tower"].startswith("vitgraph, for Qwen3VLForConditionalGeneration and")
     assert lines["protocol"] == f"encoder graphs of vLLM {detect_shape().releases}"
     assert "TORCH_SDPA -> sdpa (eager)" in lines["attention"]
     assert lines["kernels"] == "torch on cpu"
+    assert lines["metrics"] == "vitgraph_encoder_* on vLLM's /metrics"
+    none = "; V2 of this release has no encoder graphs: set VLLM_USE_V2_MODEL_RUNNER=0"
+    mixed = "V2 for dense models, V1 for MoE"
+    by_default = (
+        "V1" if MINOR < 25 else mixed + (none if MINOR < 28 else "") if MINOR < 29 else "V2"
+    )
+    assert lines["model runner"] == by_default
+    on_v1 = " or, on V1, with cudagraph_mode NONE"
+    assert lines["graphs"].endswith("none with --enforce-eager" + (on_v1 if MINOR < 29 else ""))
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert report.report()["model runner"] == "V1"
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert report.report()["model runner"] == "V2" + (none if MINOR < 28 else "")
     monkeypatch.setattr(ours, ARCHITECTURES[0], dense.Qwen3VLForConditionalGeneration)
     assert "cannot be imported" in report.report()["tower"]
     monkeypatch.setenv("VITGRAPH_DISABLE", "1")
-    assert report.report()["tower"] == "vLLM's own: VITGRAPH_DISABLE is set"
+    assert report.report() == {
+        "vLLM": RELEASE,
+        "tower": "vLLM's own: VITGRAPH_DISABLE is set",
+    }
+
+
+@pytest.mark.parametrize("plugins", [None, "", "vitgraph", "a,vitgraph", "a, vitgraph", "a"])
+def test_doctor_knows_what_vllm_loads(plugins, monkeypatch) -> None:
+    """vLLM's own loader, told by the environment which plugins to load."""
+    import importlib.metadata
+
+    from vllm.plugins import load_plugins_by_group
+
+    from vitgraph.graphs.vllm_plugin import report
+
+    entry = importlib.metadata.EntryPoint("vitgraph", report.PLUGIN, "vllm.general_plugins")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry])
+    monkeypatch.setattr(report, "entry_points", lambda group: [entry])
+    if plugins is None:
+        monkeypatch.delenv("VLLM_PLUGINS")
+    else:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    reason = report.why_not_loaded()
+    assert ("vitgraph" in load_plugins_by_group("vllm.general_plugins")) == (reason is None)
+    assert reason in (None, f"VLLM_PLUGINS={plugins!r} does not name vitgraph")
+
+
+@pytest.mark.skipif(MINOR < 22, reason="vLLM 0.22 is the first to choose a model runner by itself")
+@pytest.mark.parametrize("asked", [None, "0", "1"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_doctor_knows_which_model_runner_vllm_takes(architecture, asked, monkeypatch) -> None:
+    import vllm.config.vllm as configuration
+
+    from vitgraph.graphs.vllm_plugin import report
+
+    class Model(SimpleNamespace):
+        """A model that generates text and asks for nothing else."""
+
+        def __getattr__(self, name: str) -> None:
+            return None
+
+    monkeypatch.setattr(configuration, "HAS_TRITON", True)
+    if asked is None:
+        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+    config = configuration.VllmConfig()
+    config.model_config = Model(
+        architectures=[architecture], runner_type="generate", is_moe="Moe" in architecture
+    )
+    assert (report.runner(architecture) == "V2") == config.use_v2_model_runner
 
 
 @pytest.mark.skipif(MINOR < 23, reason="the benchmark is for vLLM's manager as of 0.23")

@@ -31,7 +31,7 @@ PACKAGES = """
 ABSENT = """
     aiohttp anthropic blake3 cpuinfo cv2 depyf distro fastapi gguf httpx httpx2 ijson jsonschema
     lark llguidance mcp mistral_common openai openai_harmony opentelemetry outlines_core
-    partial_json_parser prometheus_client pybase64 pythonjsonlogger requests setproctitle sniffio
+    partial_json_parser pybase64 pythonjsonlogger requests setproctitle sniffio
     starlette tiktoken torchvision tvm_ffi urllib3 uvicorn uvloop watchfiles xgrammar zmq
 """
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (17, 28, 31, 34, 35)]
@@ -99,7 +99,8 @@ def run(release: str, *pytest_arguments: str) -> int:
         "OMP_NUM_THREADS": "1",  # the tower is tiny, and threads that wait would spin
         "HF_HUB_OFFLINE": "1",
     }
-    files = (str(tests / name) for name in ("vllm_contract.py", "vllm_modes.py"))
+    names = ("contract", "modes", "metrics", "bench")
+    files = (str(tests / f"vllm_{name}.py") for name in names)
     command = [sys.executable, "-m", "pytest", "-p", "vllm_harness", *files, *pytest_arguments]
     return subprocess.run(command, env=environment, cwd=tests.parent).returncode
 

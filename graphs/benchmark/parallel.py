@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
+from vitgraph.graphs.benchmark.report import header
 from vitgraph.graphs.benchmark.serving import PARALLEL_GRIDS, errors_of, measure
 from vitgraph.graphs.benchmark.systems import Setup, System, build, require
 from vitgraph.graphs.benchmark.workloads import SERVING_BUDGETS, SERVING_ITEMS, Batch, make_batch
@@ -65,6 +66,7 @@ def main(options: dict[str, Any]) -> None:
         measured = measure(systems, batches, warm_up, left, before=dist.barrier, agree=agree)
         if dist.get_rank() == 0:
             found = {"images_compared": COUNTS, "errors": errors, "missing": missing}
+            found["header"] = header(device)
             Path(options["output"]).write_text(json.dumps(measured | found))
 
     # Ours first, and written: a rank that fails in vLLM leaves the others hanging.

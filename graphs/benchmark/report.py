@@ -19,34 +19,42 @@ from rich.table import Table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MODULES = ("torch", "triton", "transformers", "vllm", "flashinfer")
 WIDTH = 180  # of tables that are not printed on a terminal
 
 
 def header(device: torch.device | None = None) -> dict[str, str]:
-    """Hardware and versions of a result; the GPU's where it is not told otherwise."""
-    import importlib.metadata
-    import importlib.util
+    """Hardware and versions of a result; the GPU's where it is not told otherwise.
 
+    Versions are those of the modules that are loaded, so call it when everything has run: what pip
+    knows of may be another copy, further down the path.
+    """
     on_gpu = device.type == "cuda" if device else torch.cuda.is_available()
     driver = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    versions = {}
-    for name in ("triton", "transformers", "vllm"):
-        if importlib.util.find_spec(name) is not None:
-            try:
-                versions[name] = importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                versions[name] = getattr(sys.modules.get(name), "__version__", "unknown")
+    loaded = {name: sys.modules[name] for name in MODULES if name in sys.modules}
     return {
         "date": date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(device) if on_gpu else "none",
         "driver": (_output(*driver).splitlines() or ["unknown"])[0] if on_gpu else "none",
-        "torch": torch.__version__,
-        **versions,
+        "cuda": torch.version.cuda or "none",
+        "ptxas": _ptxas(device) if on_gpu else "none",
+        **{name: getattr(module, "__version__", "unknown") for name, module in loaded.items()},
         "python": platform.python_version(),
         "commit": os.environ.get("VITGRAPH_COMMIT")
         or _output("git", "rev-parse", "--short", "HEAD")
         or "unknown",
     }
+
+
+def _ptxas(device: torch.device | None) -> str:
+    """Which release assembles Triton's kernels here."""
+    try:
+        from triton.backends.nvidia.compiler import get_ptxas
+
+        major, minor = torch.cuda.get_device_capability(device)
+        return get_ptxas(10 * major + minor).version
+    except (ImportError, RuntimeError):  # a Triton that names it otherwise, or has none
+        return "unknown"
 
 
 def _output(*command: str) -> str:
@@ -184,11 +192,11 @@ def title_of(result: dict[str, Any]) -> str:
     gpu = result["gpu"] if result["gpu"] != "none" else "CPU (no graphs: times mean nothing)"
     versions = ", ".join(
         f"{name} {result[name]}"
-        for name in ("driver", "torch", "triton", "transformers", "vllm")
+        for name in ("driver", "cuda", "ptxas", *MODULES)
         if result.get(name, "none") != "none"
     )
-    what = f"{result['geometry']} tower, {result['dtype']}"
-    return f"{what}, {gpu}, {versions}, commit {result['commit']}, {result['date']}"
+    tower = f"{result['geometry']} tower, {result['dtype']}, " if "geometry" in result else ""
+    return f"{tower}{gpu}, {versions}, commit {result['commit']}, {result['date']}"
 
 
 def save(

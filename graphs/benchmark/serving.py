@@ -161,6 +161,7 @@ def run_parallel(
             return
         found = json.loads(output.read_text())
     missing = found.pop("missing")
+    result |= found.pop("header")  # vLLM is loaded there, and perhaps only there
     for system, why in missing.items():
         if result["systems"].get(system) != {"missing": why}:
             result["systems"][f"{system} ({name})"] = {"missing": why}

@@ -1,9 +1,10 @@
 """vLLM's vision tower under vLLM's own graph manager, without an engine around them.
 
-Written for 0.26; what is used here of it is the same from 0.23 on.
+What is used of vLLM is there from 0.23 on; tests/vllm_bench.py runs it with the releases tested.
 """
 
 import os
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -53,9 +54,7 @@ def vllm_systems(setup: Setup, backend: str) -> list[System]:
             if (method := getattr(module, "quant_method", None)) is not None:
                 method.process_weights_after_loading(module)
         manager = Manager(config, device, dtype, model)
-        on_gpu = device.type == "cuda"
-        pool = torch.cuda.graph_pool_handle() if on_gpu else None
-        captured = measure_capture(lambda: manager.capture(pool), device)
+        captured = measure_capture(lambda: _capture(manager, device), device)
 
     @torch.inference_mode()
     def eager(batch: Batch) -> Tensor | tuple[Tensor, ...]:
@@ -77,6 +76,15 @@ def vllm_systems(setup: Setup, backend: str) -> list[System]:
         System(f"vllm {backend} eager", eager),
         System(f"vllm {backend} graph", graph, lambda: list(replayed), **captured),
     ]
+
+
+def _capture(manager: Any, device: torch.device) -> None:
+    """As an engine does it: on a stream of its own, which vLLM's manager takes for granted."""
+    from vllm.distributed.parallel_state import graph_capture
+
+    on_gpu = device.type == "cuda"
+    with graph_capture(device) if on_gpu else nullcontext():
+        manager.capture(torch.cuda.graph_pool_handle() if on_gpu else None)
 
 
 def _config(setup: Setup, backend: str) -> Any:

@@ -21,9 +21,16 @@ def is_disabled() -> bool:
 
 
 def register() -> None:
-    """Put our classes in the place of vLLM's in its model registry; never raises."""
+    """Put our classes in the place of vLLM's in its model registry, and what they will count on
+    its `/metrics`; never raises."""
     if is_disabled():
         return
+    try:
+        from vitgraph.graphs.vllm_plugin.metrics import publish
+
+        publish()
+    except Exception as error:
+        logger.warning("vitgraph: no metrics: %s: %s", type(error).__name__, error)
     try:
         from vllm import ModelRegistry
 

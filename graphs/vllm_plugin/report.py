@@ -1,8 +1,15 @@
 """What vLLM would do here: the lines of `vitgraph doctor`."""
 
-from importlib.metadata import PackageNotFoundError, entry_points, version
+import os
+import re
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 
 from vitgraph.graphs.vllm_plugin import ARCHITECTURES, MODELS, is_disabled
+
+PLUGIN = "vitgraph.graphs.vllm_plugin:register"
+# The first releases that take the V2 model runner by themselves, for dense models and for MoE.
+V2_SINCE = dict(zip(ARCHITECTURES, ((0, 25), (0, 29)), strict=True))
 
 
 def report() -> dict[str, str]:
@@ -11,35 +18,53 @@ def report() -> dict[str, str]:
     vLLM is imported, which takes seconds, and no engine is started: what a given server's flags
     decide (quantisation, LoRA, pruning) is in that server's log instead.
     """
-    try:
-        lines = {"vLLM": version("vllm")}
-    except PackageNotFoundError:
-        return {"vLLM": "not installed"}
-    names = [e.value for e in entry_points(group="vllm.general_plugins")]
-    plugin = "vitgraph.graphs.vllm_plugin:register"
-    if plugin not in names:
-        return lines | {"tower": "vLLM's own: the plugin's entry point is not installed"}
-    if is_disabled():
-        return lines | {"tower": "vLLM's own: VITGRAPH_DISABLE is set"}
+    lines: dict[str, str] = {}
     for key, find in (
+        ("vLLM", _release),
         ("tower", _tower),
+        ("model runner", _model_runner),
         ("protocol", _protocol),
         ("attention", _attention),
         ("kernels", _kernels),
+        ("graphs", _graphs),
+        ("metrics", _metrics),
     ):
         try:
             lines[key] = find()
         except Exception as error:
+            if key == "vLLM" and getattr(error, "name", None) == "vllm":
+                return {key: "not installed"}
             whose = "vLLM's own: " if key == "tower" else ""
             lines[key] = f"{whose}{type(error).__name__}: {error}"
-    lines["graphs"] = _GRAPHS
+        if key == "tower" and not lines[key].startswith("vitgraph"):
+            break  # the rest is about ours
     return lines
 
 
-_GRAPHS = "with --compilation-config '{\"cudagraph_mm_encoder\": true}', otherwise eager"
+def _release() -> str:
+    import vllm
+
+    return vllm.__version__
+
+
+def why_not_loaded() -> str | None:
+    """What keeps vLLM from loading the plugin, or None.
+
+    vLLM compares names as they are written, spaces and all, and an empty VLLM_PLUGINS names none.
+    """
+    found = entry_points(group="vllm.general_plugins")
+    names = {entry.name for entry in found if entry.value == PLUGIN}
+    if not names:
+        return "the plugin's entry point is not installed"
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and names.isdisjoint(allowed.split(",")):
+        return f"VLLM_PLUGINS={allowed!r} does not name {' or '.join(names)}"
+    return "VITGRAPH_DISABLE is set" if is_disabled() else None
 
 
 def _tower() -> str:
+    if reason := why_not_loaded():
+        return f"vLLM's own: {reason}"
     from vllm import ModelRegistry
 
     from vitgraph.graphs.vllm_plugin import register
@@ -55,6 +80,27 @@ def _tower() -> str:
     if models.Qwen3VLForConditionalGeneration is theirs.Qwen3VLForConditionalGeneration:
         return "vLLM's own: vitgraph cannot be imported beside it (the log says why)"
     return f"vitgraph, for {' and '.join(ARCHITECTURES)}"
+
+
+def runner(architecture: str) -> str:
+    """vLLM's model runner for a model that generates text: "V1" or "V2"."""
+    from vllm import envs
+
+    asked = getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", None)  # None: vLLM decides
+    if asked is None:
+        major, minor = re.match(r"(\d+)\.(\d+)", _release()).groups()
+        asked = (int(major), int(minor)) >= V2_SINCE[architecture]
+    return "V2" if asked else "V1"
+
+
+def _model_runner() -> str:
+    from vitgraph.graphs.vllm_plugin.wrapper import new_runner_has_graphs
+
+    dense, moe = map(runner, ARCHITECTURES)
+    line = dense if dense == moe else f"{dense} for dense models, {moe} for MoE"
+    if "V2" in line and not new_runner_has_graphs():
+        line += "; V2 of this release has no encoder graphs: set VLLM_USE_V2_MODEL_RUNNER=0"
+    return line
 
 
 def _protocol() -> str:
@@ -86,3 +132,19 @@ def _kernels() -> str:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return f"{resolve_operations('auto', device, torch.bfloat16).name} on {device}"
+
+
+def _graphs() -> str:
+    line = (
+        "with --compilation-config '{\"cudagraph_mm_encoder\": true}', otherwise eager; "
+        "none with --enforce-eager"
+    )
+    if "V1" in map(runner, ARCHITECTURES):
+        line += " or, on V1, with cudagraph_mode NONE"
+    return line
+
+
+def _metrics() -> str:
+    if find_spec("prometheus_client") is None:
+        return "none: prometheus_client is not installed"
+    return "vitgraph_encoder_* on vLLM's /metrics"

@@ -15,6 +15,7 @@ from vitgraph.encoder.attention import FREE_OF_EMPTY_SEQUENCES
 from vitgraph.encoder.inputs import Grids, host_grids, outlives
 from vitgraph.encoder.sharing import why_not_shareable
 from vitgraph.graphs.vllm_plugin import logger
+from vitgraph.graphs.vllm_plugin.metrics import TowerMetrics
 from vitgraph.graphs.vllm_plugin.protocol import GRIDS, PIXELS
 from vitgraph.kernels.linear import PixelNormalization
 
@@ -45,6 +46,8 @@ class SharedEncoder:
         self.unshareable: str | None = None
         self._max_sequences = 0
         self._captures: dict[int, dict[str, Any]] = {}
+        self.graphs_off = False
+        self.metrics = TowerMetrics(on_gpu=tower.device.type == "cuda")
 
     @property
     def encoder(self) -> Qwen3VLVisionEncoder:
@@ -72,9 +75,18 @@ class SharedEncoder:
         return True
 
     @torch.no_grad()
-    def encode(self, pixels: Tensor, grid_thw: Any) -> Tensor:
-        """Encode eagerly, after `refresh`; the arguments of vLLM's tower."""
-        encoder = self.encoder
+    def encode(self, pixels: Tensor, grid_thw: Any, reason: str | None = None) -> Tensor:
+        """Encode eagerly, after `refresh`; the arguments of vLLM's tower, and why not replayed."""
+        with self.metrics.eager(len(grid_thw), reason or self._miss_reason()):
+            return self._encode(self.encoder, pixels, grid_thw)
+
+    def _miss_reason(self) -> str:
+        """As in `EncoderCudaGraphManager`."""
+        if self.graphs_off:
+            return "graphs_off"
+        return "too_large" if self.captured else "not_captured"
+
+    def _encode(self, encoder: Qwen3VLVisionEncoder, pixels: Tensor, grid_thw: Any) -> Tensor:
         if self.pixel_normalization is None:
             pixels = pixels.to(encoder.device, non_blocking=outlives(pixels)).to(encoder.dtype)
         elif pixels.dtype != torch.uint8:  # 0..255 all the same
@@ -136,6 +148,12 @@ class SharedEncoder:
         if frames > self._max_sequences:
             return f"{frames} frames are more than the {self._max_sequences} of a replay"
         return None
+
+    def start_replay(self, grids: Grids) -> None:
+        """Tell the metrics that vLLM is about to replay a pack, in the smallest budget it fits."""
+        tokens = sum(grids.num_patches) // self.encoder.config.spatial_merge_size**2
+        budget = min((budget for budget in self._captures if budget >= tokens), default=tokens)
+        self.metrics.start_replay(len(grids), tokens, budget)
 
     def replay_grids(self, grids: Grids, max_items: int) -> Tensor:
         """[max_items, 3] on the tower's device, unused slots zero."""

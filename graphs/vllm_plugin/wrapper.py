@@ -49,6 +49,7 @@ class VisionTowerWrapper:
                 "vitgraph: vLLM's own vision tower serves %s: %s", type(self).__name__, reason
             )
             return
+        encoder.graphs_off = not vllm_config.compilation_config.cudagraph_mm_encoder
         logger.info(
             "vitgraph serves the vision tower of %s: attention %s (vLLM chose %s), %s pixels, "
             "graphs %s, %d rank%s, encoder graph protocol of vLLM %s",
@@ -132,6 +133,10 @@ class VisionTowerWrapper:
             _warn_once(reason)
             self._vitgraph_declined = mm_kwargs
             pixels, grids = None, Grids()
+        else:
+            self.vitgraph.start_replay(grids)
+            if not self.vitgraph_shape.item_specs:  # nothing is called after the replay
+                self.vitgraph.metrics.end_replay(timed=False)
         return self.vitgraph_shape.replay_buffers(
             pixels, self.vitgraph.replay_grids(grids, max_batch_size)
         )
@@ -152,8 +157,10 @@ class VisionTowerWrapper:
         declined, self._vitgraph_declined = self._vitgraph_declined, None
         if declined is not None and declined is batch_mm_kwargs:
             pixel_key, grid_key = _keys(declined)
-            rows = self.vitgraph.encode(declined[pixel_key], declined[grid_key])
+            rows = self.vitgraph.encode(declined[pixel_key], declined[grid_key], "declined")
             output = self.vitgraph_shape.outputs(rows)
+        elif self.vitgraph is not None:
+            self.vitgraph.metrics.end_replay()
         super().postprocess_encoder_output(
             output, *arguments, batch_mm_kwargs=batch_mm_kwargs, **keywords
         )
@@ -202,7 +209,7 @@ def why_no_graphs(vllm_config: Any, encoder: SharedEncoder | None) -> str | None
     if vllm_config.model_config.enforce_eager:
         return "vLLM captures nothing with enforce_eager"
     new_runner = getattr(vllm_config, "use_v2_model_runner", False)
-    if new_runner and not _new_runner_has_graphs():
+    if new_runner and not new_runner_has_graphs():
         return (
             "the V2 model runner of this vLLM has none, whichever the tower: set "
             "VLLM_USE_V2_MODEL_RUNNER=0"
@@ -219,7 +226,7 @@ def why_no_graphs(vllm_config: Any, encoder: SharedEncoder | None) -> str | None
     return None
 
 
-def _new_runner_has_graphs() -> bool:
+def new_runner_has_graphs() -> bool:
     """From vLLM 0.28 on; 0.26 takes that runner for dense models by itself."""
     try:
         from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner

@@ -12,10 +12,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from vitgraph.kernels.sm90.attention_shared import (
     V_LAYOUT,
     V_TAIL_LAYOUT,
+    as_matrices,
     as_matrix,
-    barrier,
     ring_place,
 )
+from vitgraph.kernels.sm90.gluon_names import barrier
 
 
 @gluon.jit
@@ -24,18 +25,18 @@ def _zero_past(buffer, valid):
 
     Every consumer does this to the shared block; all write the same bytes.
     """
-    CHUNK: gl.constexpr = 32
-    ROWS: gl.constexpr = buffer.shape[0]
-    COLUMNS: gl.constexpr = buffer.shape[1]
+    CHUNK: gl.constexpr = 16
+    ROWS: gl.constexpr = buffer.shape[1]
+    COLUMNS: gl.constexpr = buffer.shape[2]
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 8], [32 // (COLUMNS // 8), COLUMNS // 8], [4, 1], [1, 0]
     )
     rows = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
-    for i in gl.static_range(ROWS // CHUNK):
-        if valid < (i + 1) * CHUNK:
-            part = buffer.slice(i * CHUNK, CHUNK, 0)
-            values = part.load(layout)
-            part.store(gl.where((rows + i * CHUNK < valid)[:, None], values, gl.zeros_like(values)))
+    chunks = as_matrices(buffer, ROWS // CHUNK)
+    for i in range(valid // CHUNK, ROWS // CHUNK):
+        part = chunks.index(i)
+        values = part.load(layout)
+        part.store(gl.where((rows < valid - i * CHUNK)[:, None], values, gl.zeros_like(values)))
 
 
 @gluon.jit
@@ -43,9 +44,9 @@ def _await_last_v(sizes, shared, block, valid):
     stage, parity = ring_place(block, sizes.STAGES)
     mbarrier.wait(shared.v_ready.index(stage), parity)
     if valid < sizes.BLOCK_N:
-        _zero_past(as_matrix(shared.v.index(stage)), valid)
+        _zero_past(shared.v.index(stage), valid)
         if sizes.TAIL:
-            _zero_past(as_matrix(shared.v_tail.index(stage)), valid)
+            _zero_past(shared.v_tail.index(stage), valid)
         fence_async_shared()
         barrier()
 
@@ -91,10 +92,25 @@ def _add_values(sizes, shared, stage, weights, FIRST: gl.constexpr, acc, acc_tai
 
 @gluon.jit
 def _mask(scores, valid, layout: gl.constexpr):
+    """Scores of the keys from `valid` on become -inf.
+
+    Looked up in a word of bits for each 8 keys. Compared with `valid`, the numbers of a thread's 32
+    keys would be kept in registers from one unit of work to the next (LLVM and ptxas 13 move them
+    out of every loop), and registers are short.
+    """
+    ROWS: gl.constexpr = scores.shape[0]
     BLOCK_N: gl.constexpr = scores.shape[1]
     if valid < BLOCK_N:
-        keys = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-        scores = gl.where((keys < valid)[None, :], scores, float("-inf"))
+        # Key 8 i + 2 pair + odd; `pair` is the thread's, the others are known when compiled.
+        keys = scores.reshape([ROWS, BLOCK_N // 8, 4, 2])
+        row: gl.constexpr = gl.SliceLayout(0, keys.type.layout)
+        i = gl.arange(0, BLOCK_N // 8, gl.SliceLayout(1, gl.SliceLayout(2, row)))
+        pair = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, row)))
+        odd = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, row)))
+        words = (1 << gl.minimum(gl.maximum(valid - 8 * i, 0), 8)) - 1
+        words = words[:, None, None] >> 2 * pair[None, :, None] >> odd[None, None, :]
+        keys = gl.where((words & 1)[None, :, :, :] != 0, keys, float("-inf"))
+        scores = gl.convert_layout(keys.reshape([ROWS, BLOCK_N]), layout, assert_trivial=True)
     return scores
 
 
@@ -161,31 +177,43 @@ def _softmax(sizes, valid, scores, row_max, row_sum, scale_log2):
 
 
 @gluon.jit
+def _overlap(
+    sizes, shared, place, block, valid, weights, acc, acc_tail, row_max, row_sum, scale_log2
+):  # fmt: skip
+    """Add the values of the block before `block` under the softmax of `block`."""
+    scores = issue_scores(sizes, shared, place, block)
+    stage, parity = ring_place(block - 1, sizes.STAGES)
+    mbarrier.wait(shared.v_ready.index(stage), parity)
+    p, acc, acc_tail = _add_values(sizes, shared, stage, weights, 0, acc, acc_tail)
+    scores = warpgroup_mma_wait(sizes.GROUPS, [scores])
+    weights, correction, row_max, row_sum = _softmax(
+        sizes, valid, scores, row_max, row_sum, scale_log2
+    )
+    acc, acc_tail, p = warpgroup_mma_wait(0, [acc, acc_tail, p])
+    release(sizes, shared, block)
+    acc = rescale(acc, correction, V_LAYOUT)
+    acc_tail = rescale(acc_tail, correction, V_TAIL_LAYOUT)
+    return weights.to(shared.v.dtype), acc, acc_tail, row_max, row_sum
+
+
+@gluon.jit
 def attend_overlapped(
     sizes, shared, place, block, last, valid, scores, acc, acc_tail, row_max, row_sum, scale_log2
 ):  # fmt: skip
     """Blocks `block`..`last`: the values of a block are added under the softmax of the next."""
-    BLOCK_N: gl.constexpr = sizes.BLOCK_N
     release(sizes, shared, block)
-    only = gl.where(block == last, valid, BLOCK_N)
-    weights, correction, row_max, row_sum = _softmax(
-        sizes, only, scores, row_max, row_sum, scale_log2
-    )
+    only = gl.where(block == last, valid, sizes.BLOCK_N)
+    weights, _, row_max, row_sum = _softmax(sizes, only, scores, row_max, row_sum, scale_log2)
     weights = weights.to(shared.v.dtype)
-    for i in range(block, last):
-        stage, parity = ring_place(i, sizes.STAGES)
-        scores = issue_scores(sizes, shared, place, i + 1)
-        mbarrier.wait(shared.v_ready.index(stage), parity)
-        p, acc, acc_tail = _add_values(sizes, shared, stage, weights, 0, acc, acc_tail)
-        scores = warpgroup_mma_wait(sizes.GROUPS, [scores])
-        weights, correction, row_max, row_sum = _softmax(
-            sizes, gl.where(i + 1 == last, valid, BLOCK_N), scores, row_max, row_sum, scale_log2
+    for i in range(block + 1, last):
+        weights, acc, acc_tail, row_max, row_sum = _overlap(
+            sizes, shared, place, i, sizes.BLOCK_N, weights, acc, acc_tail, row_max, row_sum,
+            scale_log2,
+        )  # fmt: skip
+    if block < last:
+        weights, acc, acc_tail, row_max, row_sum = _overlap(
+            sizes, shared, place, last, valid, weights, acc, acc_tail, row_max, row_sum, scale_log2
         )
-        acc, acc_tail, p = warpgroup_mma_wait(0, [acc, acc_tail, p])
-        release(sizes, shared, i + 1)
-        acc = rescale(acc, correction, V_LAYOUT)
-        acc_tail = rescale(acc_tail, correction, V_TAIL_LAYOUT)
-        weights = weights.to(shared.v.dtype)
     _await_last_v(sizes, shared, last, valid)
     p, acc, acc_tail = _add_values(sizes, shared, last % sizes.STAGES, weights, 0, acc, acc_tail)
     acc, acc_tail, p = warpgroup_mma_wait(0, [acc, acc_tail, p])

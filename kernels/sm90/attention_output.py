@@ -4,7 +4,8 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from vitgraph.kernels.sm90.attention_blocks import rescale
-from vitgraph.kernels.sm90.attention_shared import V_LAYOUT, V_TAIL_LAYOUT, barrier
+from vitgraph.kernels.sm90.attention_shared import V_LAYOUT, V_TAIL_LAYOUT
+from vitgraph.kernels.sm90.gluon_names import barrier
 
 PARTIAL_WIDTH = gl.constexpr(96)  # floats of a row of a part: 64 + 16, its maximum, its sum
 
@@ -30,7 +31,8 @@ def join_parts(
     rows = gl.arange(0, sizes.ROWS, layout) * PARTIAL_WIDTH + 80
     max_ptrs = partials_ptr + index * sizes.ROWS * PARTIAL_WIDTH + rows
     gl.store(_partial(partials_ptr, index, 0, acc, V_LAYOUT), acc)
-    gl.store(_partial(partials_ptr, index, 64, acc_tail, V_TAIL_LAYOUT), acc_tail)
+    if sizes.TAIL:
+        gl.store(_partial(partials_ptr, index, 64, acc_tail, V_TAIL_LAYOUT), acc_tail)
     gl.store(max_ptrs, row_max)
     gl.store(max_ptrs + 1, row_sum)
     barrier()
@@ -53,11 +55,11 @@ def join_parts(
             ours, theirs = gl.exp2(row_max - new_max), gl.exp2(part_max - new_max)
             part = gl.load(_partial(partials_ptr, index, 0, acc, V_LAYOUT), cache_modifier=".cg")
             acc = rescale(acc, ours, V_LAYOUT) + rescale(part, theirs, V_LAYOUT)
-            part = gl.load(
-                _partial(partials_ptr, index, 64, acc_tail, V_TAIL_LAYOUT), cache_modifier=".cg"
-            )
-            acc_tail = rescale(acc_tail, ours, V_TAIL_LAYOUT)
-            acc_tail += rescale(part, theirs, V_TAIL_LAYOUT)
+            if sizes.TAIL:
+                part = _partial(partials_ptr, index, 64, acc_tail, V_TAIL_LAYOUT)
+                part = gl.load(part, cache_modifier=".cg")
+                acc_tail = rescale(acc_tail, ours, V_TAIL_LAYOUT)
+                acc_tail += rescale(part, theirs, V_TAIL_LAYOUT)
             row_sum = row_sum * ours + part_sum * theirs
             row_max = new_max
     return acc, acc_tail, row_sum, is_last

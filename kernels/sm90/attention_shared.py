@@ -3,12 +3,11 @@
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate
+
+from vitgraph.kernels.sm90.gluon_names import aggregate, reinterpret
 
 V_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 V_TAIL_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
-
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed after Triton 3.6
 
 
 @aggregate
@@ -88,7 +87,14 @@ def ring_place(count, PLACES: gl.constexpr):
 @gluon.jit
 def as_matrix(buffer):
     """A box [1, ROWS, COLUMNS] as the matrix [ROWS, COLUMNS]."""
+    return as_matrices(buffer, 1).index(0)
+
+
+@gluon.jit
+def as_matrices(buffer, COUNT: gl.constexpr):
+    """A box [1, ROWS, COLUMNS] as matrices [COUNT, ROWS // COUNT, COLUMNS]."""
+    rows: gl.constexpr = buffer.shape[1] // COUNT
     layout: gl.constexpr = gl.NVMMASharedLayout(
         buffer.type.layout.swizzle_byte_width, buffer.type.layout.element_bitwidth, rank=2
     )
-    return buffer._reinterpret(buffer.dtype, [buffer.shape[1], buffer.shape[2]], layout)
+    return reinterpret(buffer, buffer.dtype, [COUNT, rows, buffer.shape[2]], layout)

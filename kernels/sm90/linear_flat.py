@@ -4,12 +4,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
+from vitgraph.kernels.sm90.gluon_names import async_load, barrier, reinterpret
 from vitgraph.kernels.sm90.linear_tiles import (
     CONSUMERS,
     DEPTH,
     LAYOUT,
     NARROW,
     STAGES,
+    STAGING,
     fetch_residual,
     finish,
     flat_origin,
@@ -18,8 +20,6 @@ from vitgraph.kernels.sm90.linear_tiles import (
 )
 
 SUMS_LAYOUT: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
-
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed after Triton 3.6
 
 
 @gluon.jit
@@ -39,12 +39,12 @@ def produce_flat(x_desc, weight_desc, stages, num_rows, N: gl.constexpr, K: gl.c
             x = x_smem.index(stage * CONSUMERS + i)
             if SPLIT:
                 depth = k + DEPTH * i
-                tma.async_copy_global_to_shared(weight_desc, [col, depth], barrier, weight)
-                tma.async_copy_global_to_shared(x_desc, [row, depth], barrier, x)
+                async_load(weight_desc, [col, depth], barrier, weight)
+                async_load(x_desc, [row, depth], barrier, x)
             else:
-                tma.async_copy_global_to_shared(weight_desc, [col + 64 * i, k], barrier, weight)
+                async_load(weight_desc, [col + 64 * i, k], barrier, weight)
                 if i == 0:
-                    tma.async_copy_global_to_shared(x_desc, [row, k], barrier, x)
+                    async_load(x_desc, [row, k], barrier, x)
 
 
 @gluon.jit
@@ -73,14 +73,14 @@ def consume_flat(
             mbarrier.arrive(empty.index(stage))
         if SPLIT:
             # Over the staging memory from the third block on: consumer 0 finishes alone, in one.
-            sums = staging._reinterpret(gl.float32, [4, 64, 64], SUMS_LAYOUT)
+            sums = reinterpret(staging, gl.float32, [STAGING // 2, 64, 64], SUMS_LAYOUT)
             if CONSUMER == 0:
                 mbarrier.wait(sums_barrier, 0)
                 for other in gl.static_range(1, CONSUMERS):
                     acc += sums.index(other).load(LAYOUT)
             else:
                 sums.index(CONSUMER).store(acc)
-                _barrier()
+                barrier()
                 mbarrier.arrive(sums_barrier)
         if FINISHES:
             if residual_desc is not None:

@@ -5,16 +5,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
 )
 
 from vitgraph.kernels.activation import activate
+from vitgraph.kernels.sm90.gluon_names import async_load, async_store
 
 CONSUMERS: gl.constexpr = gl.constexpr(3)
 ROWS: gl.constexpr = gl.constexpr(192)
 DEPTH: gl.constexpr = gl.constexpr(64)
 STAGES: gl.constexpr = gl.constexpr(3)
+# 64 x 64 blocks of staging memory: three a consumer, and one for an even number (linear_flat.py
+# takes them for half as many blocks of float32).
+STAGING: gl.constexpr = gl.constexpr(10)
 NARROW: gl.constexpr = gl.constexpr(2048)  # flat tiles of layers with more columns share those
 LAYOUT: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 WIDE_LAYOUT: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
@@ -77,9 +80,7 @@ def fetch_residual(
 ):  # fmt: skip
     mbarrier.expect(barrier, BLOCKS * 64 * 64 * 2)
     for block in gl.static_range(BLOCKS):
-        tma.async_copy_global_to_shared(
-            residual_desc, [row, col + 64 * block], barrier, staging.index(FIRST + block)
-        )
+        async_load(residual_desc, [row, col + 64 * block], barrier, staging.index(FIRST + block))
 
 
 @gluon.jit
@@ -99,7 +100,7 @@ def finish(acc, row, col, staging, outputs, num_rows, N: gl.constexpr, ACTIVATIO
     if row + 64 <= num_rows:
         staging.store(out)
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [row, col], staging)
+        async_store(out_desc, [row, col], staging)
     else:
         rows = row.to(gl.int64) + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
         mask = (rows < num_rows)[:, None] & (cols < N)[None, :]

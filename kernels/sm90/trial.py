@@ -1,0 +1,141 @@
+"""Trying the Hopper kernels under a release of Triton that they were not tested with.
+
+    python -m vitgraph.kernels.sm90.trial [DEVICE]
+
+They are compiled and compared with float64 on memory full of NaN, in a process of its own: a kernel
+that hangs or writes where it should not takes nobody else along. Whoever asks first waits.
+"""
+
+import functools
+import logging
+import os
+import subprocess
+import sys
+
+import torch
+import triton
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+SECONDS = 300
+# One tile and a few rows, an empty sequence, exact tiles, more than one block of keys; the last is
+# long enough that its items are split.
+LENGTHS = (1, 37, 0, 192, 257, 1024, 3100)
+ROWS = (1, 300, 2000, 4500)  # flat tiles, tall ones of 128 and of 192 columns, several a program
+LAYERS = ((1152, 1152), (3456, 1152), (1152, 4304))
+TOLERANCE = 0.01  # relative; rounding to bf16 is 0.002
+
+
+@functools.cache
+def failure(device: torch.device) -> str | None:
+    """Why the Hopper kernels do not serve on `device` under this Triton; None if they passed."""
+    logger.warning(
+        "triton %s is untested with the Hopper kernels: trying them (up to %d s, once a process)",
+        triton.__version__,
+        SECONDS,
+    )
+    reason = _run(device.index or 0)
+    if reason is not None:
+        reason = f"tried with triton {triton.__version__}, untested: {reason}"
+        logger.warning("the portable kernels serve: %s", reason)
+    return reason
+
+
+def _run(index: int) -> str | None:
+    command = [sys.executable, "-m", __name__, str(index)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"not done after {SECONDS} s"
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+    if done.returncode == 0:
+        return None
+    said = (done.stdout + done.stderr).strip().splitlines() or ["no output"]
+    return f"exit status {done.returncode}: {said[-1]}"
+
+
+def try_all(device: torch.device) -> str | None:
+    """Compare every variant with float64; the first difference, or None."""
+    from vitgraph.kernels.attention_sm90 import CONFIGS
+
+    for name, config in CONFIGS.items():
+        for head_dim in (72, 64):
+            if problem := _try_attention(config, head_dim, device):
+                return f"attention {name}, head_dim {head_dim}: {problem}"
+    for layer in LAYERS:
+        for rows in ROWS:
+            if problem := _try_linear(layer, rows, device):
+                return f"linear {layer}, {rows} rows: {problem}"
+    return None
+
+
+def _try_attention(config: object, head_dim: int, device: torch.device) -> str | None:
+    from vitgraph.kernels.attention import attention, attention_reference, attention_tiles
+
+    rows = sum(LENGTHS)
+    qkv = _random(rows + 300, 3, 16, head_dim, device=device)
+    qkv[rows:] = float("nan")
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).to(device, torch.int32)
+    tiles = attention_tiles(cu_seqlens, rows + 300, 16, config)
+    results = []
+    for _ in range(3):
+        out = torch.full_like(qkv[:, 0].flatten(1), float("nan"))
+        results.append(attention(qkv, cu_seqlens, tiles=tiles, out=out)[:rows])
+    truth = attention_reference(qkv[:rows].double(), cu_seqlens)
+    return _compare(results, truth, out[rows:])
+
+
+def _try_linear(layer: tuple[int, int], rows: int, device: torch.device) -> str | None:
+    from vitgraph.kernels.linear import linear_reference
+    from vitgraph.kernels.linear_sm90 import linear_sm90
+
+    x = _random(rows + 200, layer[1], device=device)
+    x[rows:] = float("nan")
+    weight, bias = _random(*layer, device=device), _random(layer[0], device=device)
+    residual = _random(rows + 200, layer[0], device=device)
+    num_rows = torch.tensor([rows], dtype=torch.int32, device=device)
+    truth = linear_reference(
+        x[:rows].double(), weight.double(), bias.double(), activation="gelu_tanh",
+        residual=residual[:rows].double(),
+    )  # fmt: skip
+    results = []
+    for _ in range(3):
+        out = torch.full_like(residual, float("nan"))
+        linear_sm90(x, weight, bias, "gelu_tanh", residual, num_rows, out)
+        results.append(out[:rows])
+    return _compare(results, truth, out[rows:])
+
+
+def _compare(results: list[Tensor], truth: Tensor, past: Tensor) -> str | None:
+    """What is wrong with equal launches, or None. `past` are the rows that nothing may write."""
+    error = (results[0].double() - truth).abs()
+    row_errors = error.norm(dim=1) / truth.norm(dim=1)
+    worst = row_errors.max().item()
+    if not worst <= TOLERANCE:  # NaN is no good either
+        row = row_errors.nan_to_num(float("inf")).argmax().item()
+        return f"row {row} is off by {worst:.3g}, more than {TOLERANCE:g}"
+    if not all(torch.equal(result, results[0]) for result in results):
+        return "launches differ"
+    return None if past.isnan().all() else "rows past the last are written"
+
+
+def _random(*shape: int, device: torch.device) -> Tensor:
+    return torch.randn(shape, device=device).to(torch.bfloat16)
+
+
+def main(index: str = "0") -> int:
+    """Print what differs; the exit status is 0 if nothing does."""
+    device = torch.device("cuda", int(index))
+    torch.cuda.set_device(device)
+    problem = try_all(device)
+    print(problem or f"the Hopper kernels are right under triton {triton.__version__}")
+    return 1 if problem else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
