@@ -32,7 +32,6 @@ from vitgraph.graphs.outputs import output_file
 from vitgraph.kernels.attention import attention, attention_reference
 from vitgraph.kernels.attention_config import AttentionConfig, portable_config
 from vitgraph.kernels.attention_tiles import attention_tiles
-from vitgraph.kernels.attention_triton import launch_attention_triton
 from vitgraph.kernels.offline import ARCHITECTURES, MAX_SHARED_BYTES, compiling_for
 
 HEADS, HEAD_DIM = 16, 72
@@ -102,27 +101,14 @@ class Problem:
         return microseconds([launch] * launches)
 
 
-def candidates(has_tma: bool) -> Iterator[AttentionConfig]:
+def candidates() -> Iterator[AttentionConfig]:
     """Tilings that may fit; how many programs an SM takes is seen when they are compiled."""
     narrow = [(64, 32), (64, 64), (64, 128), (128, 32), (128, 64)]
     wide = [(128, 64), (128, 128), (256, 64)]
-    limits = {(64, 32): 96, (64, 64): 128, (64, 128): 168, (128, 32): 168}  # for one program more
-    for (block_m, block_n), stages, sums in itertools.product(narrow, (2, 3, 4), (1, 8)):
-        config = AttentionConfig(
-            block_m, block_n, num_stages=stages, descriptors=has_tma, sums=sums
-        )
-        for limit in {None, limits.get((block_m, block_n))}:
-            yield (limited := replace(config, max_registers=limit))
-            if block_m == 64:
-                yield replace(limited, q_registers=True)
-    for (block_m, block_n), stages, limit in itertools.product(wide, (2, 3), (None, 128)):
-        yield AttentionConfig(block_m, block_n, 8, stages, 1, has_tma, limit)
-    yield AttentionConfig(64, 128, 4, 1, 3, has_tma, 168)
-    for block_m, block_n in narrow:
-        for mask in ("always", "peel"):
-            yield AttentionConfig(block_m, block_n, descriptors=has_tma, mask=mask)
-        for stages in (2, 3):
-            yield AttentionConfig(block_m, block_n, num_stages=stages)
+    for (block_m, block_n), stages in itertools.product(narrow, (2, 3, 4)):
+        yield AttentionConfig(block_m, block_n, num_stages=stages)
+    for (block_m, block_n), stages in itertools.product(wide, (2, 3)):
+        yield AttentionConfig(block_m, block_n, num_warps=8, num_stages=stages)
 
 
 def compile_one(arch: str, config: AttentionConfig) -> Compiled:
@@ -132,7 +118,7 @@ def compile_one(arch: str, config: AttentionConfig) -> Compiled:
     try:
         with compiling_for(arch) as kernels:
             tiles = attention_tiles(offsets, 128, HEADS, config)
-            launch_attention_triton(qkv, qkv[:, 0].flatten(1).contiguous(), tiles, 1.0, 1)
+            attention(qkv, offsets, tiles=tiles)
     except Exception as error:  # of the compiler, or shared memory that does not suffice
         return Compiled(config, reason=type(error).__name__)
     kernel = kernels[-1]
@@ -145,19 +131,13 @@ def compile_one(arch: str, config: AttentionConfig) -> Compiled:
 
 
 def fitting(compiled: list[Compiled]) -> list[AttentionConfig]:
-    """As many programs as fit an SM, and one fewer. Held to fewer registers, a candidate must fit
-    more of them than without."""
-    free = {one.config: one.programs for one in compiled if one.config.max_registers is None}
-    found = {}
-    for one in compiled:
-        config = one.config
-        if one.reason:
-            continue
-        if config.max_registers and one.programs <= free[replace(config, max_registers=None)]:
-            continue
-        for programs in {one.programs, max(one.programs - 1, 1)}:
-            found[replace(config, programs_per_sm=programs)] = one
-    return list(found)
+    """As many programs as fit an SM, and one fewer."""
+    return [
+        replace(one.config, programs_per_sm=programs)
+        for one in compiled
+        if not one.reason
+        for programs in sorted({one.programs, max(one.programs - 1, 1)})
+    ]
 
 
 def right(configs: list[AttentionConfig], bar: Progress) -> list[AttentionConfig]:
@@ -203,6 +183,12 @@ def time_all(
     return times, left_out
 
 
+def of_table(case: str) -> AttentionConfig:
+    """What the table chooses here, where every sequence is expected to be as long."""
+    rows, count = sum(CASES[case]), len(CASES[case])
+    return portable_config(rows, count, HEADS, torch.bfloat16, torch.device("cuda", 0))
+
+
 def describe(config: AttentionConfig) -> str:
     """A tiling in words: what differs from the defaults behind the tile."""
     names = [f.name for f in fields(config)[2:] if getattr(config, f.name) != f.default]
@@ -210,11 +196,11 @@ def describe(config: AttentionConfig) -> str:
     return f"{config.block_m}x{config.block_n}" + (f", {rest}" if rest else "")
 
 
-def print_best(console: Console, times: dict, capability: tuple[int, int], title: str) -> None:
+def print_best(console: Console, times: dict, title: str) -> None:
     table = Table("case", "us", "TFLOP/s", "tiling", title=title, box=None)
     for case, found in times.items():
         lengths = CASES[case]
-        own = portable_config(capability, sum(lengths), torch.bfloat16)
+        own = of_table(case)
         flops = sum(4 * length**2 * HEADS * HEAD_DIM for length in lengths)
         best = sorted(found, key=found.get)[:3]
         for config in best + [own] * (own in found and own not in best):
@@ -245,18 +231,17 @@ def main() -> None:
     deadline = time.monotonic() + args.seconds
 
     gpu = torch.cuda.get_device_properties(0)
-    arch, capability = f"sm_{gpu.major}{gpu.minor}", (gpu.major, gpu.minor)
+    arch = f"sm_{gpu.major}{gpu.minor}"
     require(arch in ARCHITECTURES, f"one of {', '.join(ARCHITECTURES)}, and this is {arch}")
-    own = [portable_config(capability, sum(CASES[case]), torch.bfloat16) for case in args.cases]
-    unlimited = [replace(config, max_registers=None) for config in own]
-    configs = list(dict.fromkeys([*own, *unlimited, *candidates(gpu.major >= 9)]))
+    own = [of_table(case) for case in args.cases]
+    configs = list(dict.fromkeys([*own, *candidates()]))
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.workers, mp_context=spawn) as pool, Progress() as bar:
         compiled = compile_all(pool, partial(compile_one, arch), "compiling", configs, bar)
         chosen = right(list(dict.fromkeys([*own, *fitting(compiled)])), bar)
         times, left_out = time_all(args.cases, chosen, deadline, bar)
     console = Console(width=140)
-    print_best(console, times, capability, gpu.name)
+    print_best(console, times, gpu.name)
     if args.all:
         print_all(console, times)
     dropped = sum(bool(one.reason) for one in compiled)

@@ -61,7 +61,7 @@ def _load_rows(
     rows = tl.arange(0, ROWS)
     columns = COLUMN + tl.arange(0, COLUMNS)
     # One long offset for all and short ones from there: registers are what 128 rows lack.
-    block_ptr = head_ptr + first_row.to(tl.int64) * (3 * HEADS * HEAD_DIM)
+    block_ptr = head_ptr + tl.cast(first_row, tl.int64) * (3 * HEADS * HEAD_DIM)
     block_ptr += PART * HEADS * HEAD_DIM
     pointers = block_ptr + rows[:, None] * (3 * HEADS * HEAD_DIM) + columns[None, :]
     mask = rows[:, None] < end - first_row

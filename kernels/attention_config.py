@@ -69,7 +69,7 @@ SM90 = (
 # an SM has more than 100 KB of shared memory, twice.
 LARGE = (Row(AttentionConfig(128, 64)),)
 SMALL = (Row(AttentionConfig(128, 64, num_warps=8, programs_per_sm=1)),)
-ROWS = {(8, 0): LARGE, (9, 0): SM90, (10, 0): LARGE}
+ROWS = {(8, 0): LARGE, (9, 0): SM90, (10, 0): LARGE, (10, 3): LARGE}
 
 
 def attention_config(

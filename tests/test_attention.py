@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitgraph.kernels import attention_config as attention_config_module
 from vitgraph.kernels.attention import attention, attention_reference
-from vitgraph.kernels.attention_config import AttentionConfig, attention_config
+from vitgraph.kernels.attention_config import AttentionConfig, attention_config, portable_config
 from vitgraph.kernels.attention_tiles import attention_tiles
 
 LENGTHS = {
@@ -32,15 +33,6 @@ GPU_LENGTHS = {
     "mixed_pack": [280, 3072, 1260, 8160, 936, 2304, 400],
     "60_of_64_empty": [400, 0, 1024, 64, 3] + [0] * 59,
 }
-HAS_TMA = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] >= 9
-FORMS_OF_LOADS = [
-    pytest.param(False, id="pointers"),
-    pytest.param(
-        True,
-        id="descriptors",
-        marks=pytest.mark.skipif(not HAS_TMA, reason="descriptors need compute capability 9.0"),
-    ),
-]
 
 
 def offsets(lengths: list[int], device: torch.device) -> Tensor:
@@ -101,31 +93,27 @@ def test_tiles_of_more_sequences_than_a_block(device):
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize("head_dim", [64, 72, 80])
-@pytest.mark.parametrize("descriptors", FORMS_OF_LOADS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_matches_float64(lengths, head_dim, descriptors, dtype, device, rng, assert_as_exact_as):
+def test_matches_float64(lengths, head_dim, dtype, device, rng, assert_as_exact_as):
     """Far below capacity: everything past the last sequence is NaN and stays what it was."""
     rows, real = sum(lengths) + 50, sum(lengths)
     qkv = random_qkv(rows, 2, head_dim, dtype, rng)
     qkv[real:] = float("nan")
     out = torch.full((rows, 2 * head_dim), float("nan"), dtype=dtype, device=device)
     cu_seqlens = offsets([*lengths, 0, 0, 0], device)
-    config = AttentionConfig(32, 32, num_stages=2, descriptors=descriptors)
-    tiles = attention_tiles(cu_seqlens, rows, 2, config)
-    assert attention(qkv, cu_seqlens, tiles=tiles, out=out) is out
+    assert attention(qkv, cu_seqlens, out=out) is out
     assert out[real:].isnan().all()
     if real:
         expected = truth(qkv[:real], lengths)
         assert_as_exact_as(out[:real], sdpa(qkv[:real], lengths), expected)
 
 
-@pytest.mark.parametrize("descriptors", FORMS_OF_LOADS)
-def test_nan_stays_in_its_sequence(descriptors, device, rng):
+def test_nan_stays_in_its_sequence(device, rng):
     """Bit for bit, though neighbours share tiles; the counter is back at zero for the next
     layer."""
     lengths = [20, 37, 45]
     qkv = random_qkv(sum(lengths), 2, 72, torch.float16, rng)
-    config = AttentionConfig(32, 32, num_stages=2, descriptors=descriptors)
+    config = AttentionConfig(32, 32, num_stages=2)
     tiles = attention_tiles(offsets(lengths, device), sum(lengths), 2, config)
     clean = attention(qkv, offsets(lengths, device), tiles=tiles)
     assert tiles.state[1] == 0
@@ -159,6 +147,27 @@ def test_refuses_what_it_cannot_read(device):
     for out in (qkv.new_empty(4, 288)[:, ::2], qkv.new_empty(3, 144), qkv.new_empty(4, 144).half()):
         with pytest.raises(ValueError, match=r"out must be contiguous torch\.float32 \(4, 144\)"):
             attention(qkv, offsets([4], device), out=out)
+
+
+H200_CHOICES = {  # patches, sequences: the faster of the table's tilings there
+    (400, 1): 64,
+    (8000, 20): 64,
+    (8192, 8): 128,
+    (2048, 1): 128,
+    (3072, 1): 64,
+    (8160, 1): 128,
+    (23040, 1): 128,
+    (16412, 7): 128,
+}
+
+
+@pytest.mark.parametrize("about", H200_CHOICES, ids=str)
+def test_the_table_chooses_what_was_measured(about, monkeypatch):
+    monkeypatch.setattr(attention_config_module, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(attention_config_module, "num_multiprocessors", lambda device: 132)
+    config = portable_config(*about, 16, torch.bfloat16, torch.device("cuda"))
+    assert (config.block_m, config.block_n) == (H200_CHOICES[about], 64)
+    assert portable_config(*about, 16, torch.float32, torch.device("cuda")).block_m == 32
 
 
 @pytest.mark.gpu

@@ -119,10 +119,10 @@ def test_tune_attention_times_what_is_right_and_what_is_near(monkeypatch, tmp_pa
     gpu = types.SimpleNamespace(major=9, minor=0, name="a GPU")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
-    every = list(tune_attention.candidates(True))
-    assert len(every) == len(set(every)) > 50
+    every = list(tune_attention.candidates())
+    assert len(every) == len(set(every)) > 20
     fast, slow, wrong, spills = (AttentionConfig(64, block_n) for block_n in (16, 32, 64, 128))
-    monkeypatch.setattr(tune_attention, "candidates", lambda tma: [fast, slow, wrong, spills])
+    monkeypatch.setattr(tune_attention, "candidates", lambda: [fast, slow, wrong, spills])
     monkeypatch.setattr(tune_attention, "ProcessPoolExecutor", lambda n, mp_context: ThreadPool(n))
 
     def compile_one(arch, config):
