@@ -16,7 +16,7 @@ from vitgraph.encoder.config import VisionConfig
 from vitgraph.encoder.cudagraph import EAGER_SHAPES
 from vitgraph.encoder.model import Qwen3VLVisionEncoder
 from vitgraph.encoder.operations import LAYERS, TRITON, Plan
-from vitgraph.kernels.clear_tail import clear_tail
+from vitgraph.kernels.isolate import isolate
 from vitgraph.kernels.linear import Provider, linear_providers
 from vitgraph.kernels.offline import CompiledKernel, compiling_for
 
@@ -60,7 +60,7 @@ def precompile(
             for provider in ("triton", "gluon"):
                 encoder.encode(pixels, layout, out, _plan_for(encoder, patches, provider))
         heads = torch.empty(16, 3, config.num_heads, config.head_dim, dtype=dtype)
-        clear_tail(heads[:, 2], layout.num_patches, TAIL)  # some attention libraries need it
+        isolate(heads, layout.num_patches, TAIL)  # some attention libraries need it
         for grids in EAGER_SHAPES:
             encoder(encoder.make_encoder_inputs(grids)["pixel_values"], grids)
     return compiled
