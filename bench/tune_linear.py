@@ -103,7 +103,7 @@ def candidates(shared_bytes: int, descriptors: bool) -> list[LinearConfig]:
         used = (rows + cols) * depth * 2 * stages + 8192
         if not 16 <= accumulators <= 128 or used > shared_bytes:
             continue
-        for parts in (1, 2) if cols >= 128 else (1,):
+        for parts in (1, 2, 4) if cols >= 128 else (1,):
             tile = Tile(rows, cols, depth, stages, parts)
             for programs in (1, 2) if 2 * used <= shared_bytes else (1,):
                 found.append(LinearConfig(tile, None, 0, warps, programs, descriptors))
