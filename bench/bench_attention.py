@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitgraph.encoder.attention import flash, flashinfer
-from vitgraph.encoder.attention.trial import TAIL, Heads
-from vitgraph.kernels.attention import attention, attention_config, attention_tiles
-from vitgraph.kernels.clear_tail import clear_tail
+from vitgraph.encoder.attention.trial import Heads
+from vitgraph.kernels.attention import attention
+from vitgraph.kernels.attention_config import attention_config
+from vitgraph.kernels.attention_tiles import attention_tiles
 from vitgraph.kernels.layout import Layout
 
 HEADS = Heads(16, 72, torch.bfloat16)
@@ -64,7 +65,7 @@ def ours(lengths: list[int], rows: int = 0, slots: int = 0) -> Attend:
     """A launch on a prepared table, as a layer of the encoder makes it; capacity as needed."""
     rows, slots = rows or sum(lengths), slots or len(lengths)
     offsets = make_layout(lengths, rows, slots, rows).cu_seqlens
-    config = attention_config(rows, slots, HEADS.dim, HEADS.dtype, offsets.device)
+    config = attention_config(rows, slots, HEADS.count, HEADS.dim, HEADS.dtype, offsets.device)
     tiles = attention_tiles(offsets, rows, HEADS.count, config)
     return lambda qkv: attention(qkv, offsets, tiles=tiles)
 
@@ -169,14 +170,8 @@ def test_capacity(library, measure, rotate, results):
 def test_tile_table(measure):
     """Once per forward: 8 sequences in 64 slots."""
     offsets = make_layout([1024] * 8, 32768, 64, 1024).cu_seqlens
-    config = attention_config(32768, 64, HEADS.dim, HEADS.dtype, offsets.device)
+    config = attention_config(32768, 64, HEADS.count, HEADS.dim, HEADS.dtype, offsets.device)
     measure("attention tile table", lambda: attention_tiles(offsets, 32768, HEADS.count, config))
-
-
-def test_clear_tail(measure):
-    """Before each call of a library that reads past the last sequence."""
-    qkv, num_rows = random_qkv(8192), torch.tensor([8000], dtype=torch.int32, device="cuda")
-    measure("clear_tail, 192 rows of v", lambda: clear_tail(qkv[:, 2], num_rows, TAIL))
 
 
 def summary(rows: dict) -> tuple[Table, dict]:

@@ -13,16 +13,17 @@ import itertools
 import json
 import multiprocessing
 import os
-import statistics
 import time
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
+from tuning import compile_all, microseconds
 
 from vitgraph.bench.options import require
 from vitgraph.bench.outputs import output_file
@@ -88,20 +89,7 @@ class Problem:
         return linear_reference(*inputs, activation=self.activation, residual=residual)
 
     def microseconds(self, config: LinearConfig) -> float:
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            for weight in self.weights:
-                self.run(config, weight)
-        times = []
-        for _ in range(9):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / len(self.weights) * 1e3)
-        return statistics.median(times[2:])
+        return microseconds([partial(self.run, config, weight) for weight in self.weights])
 
 
 def candidates(shared_bytes: int, descriptors: bool) -> list[LinearConfig]:
@@ -115,7 +103,7 @@ def candidates(shared_bytes: int, descriptors: bool) -> list[LinearConfig]:
         used = (rows + cols) * depth * 2 * stages + 8192
         if not 16 <= accumulators <= 128 or used > shared_bytes:
             continue
-        for parts in (1, 2) if cols >= 128 else (1,):
+        for parts in (1, 2, 4) if cols >= 128 else (1,):
             tile = Tile(rows, cols, depth, stages, parts)
             for programs in (1, 2) if 2 * used <= shared_bytes else (1,):
                 found.append(LinearConfig(tile, None, 0, warps, programs, descriptors))
@@ -132,18 +120,6 @@ def compile_one(layer: str, config: LinearConfig) -> LinearConfig | None:
     except Exception:  # of the compiler, or shared memory that does not suffice
         return None
     return config
-
-
-def compile_all(
-    pool: Executor, layer: str, configs: list[LinearConfig], bar: Progress
-) -> list[LinearConfig]:
-    """The candidates that compile."""
-    task = bar.add_task(f"{layer}: compiling", total=len(configs))
-    futures = [pool.submit(compile_one, layer, config) for config in configs]
-    for _ in as_completed(futures):
-        bar.advance(task)
-    bar.remove_task(task)
-    return [config for future in futures if (config := future.result()) is not None]
 
 
 def time_all(
@@ -187,7 +163,9 @@ def main() -> None:
                     left_out.append(f"{layer} with {rows} rows")
                     continue
                 if compiled is None:
-                    compiled = compile_all(pool, layer, configs, bar)
+                    compile_layer = partial(compile_one, layer)
+                    compiled = compile_all(pool, compile_layer, f"{layer}: compiling", configs, bar)
+                    compiled = [config for config in compiled if config is not None]
                 own = linear_config(capability, torch.bfloat16, rows, *LAYERS[layer][:2])
                 times = time_all(layer, rows, [own, *compiled], bar)
                 for config in [*sorted(times, key=times.get)[:3], own]:

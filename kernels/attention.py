@@ -3,7 +3,7 @@
 The kernel is persistent over a table of work (attention_tiles.py) that is built on the device, once
 per forward, from the offsets of the sequences: rows and sequence slots that a batch does not use
 cost nothing, and no length is ever read on the host. This file is the portable kernel and the
-entrance; on Hopper most launches go to attention_sm90.py.
+entrance; on Hopper most launches go to attention_sm90.py. attention_config.py chooses the tiles.
 
 A head of D values is computed as a power of two and a tail (72 = 64 + 16 with 8 columns of zeros).
 
@@ -12,19 +12,15 @@ Legend: P patches, S sequences, H heads, D head_dim.
 
 import itertools
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from vitgraph.kernels.attention_config import AttentionConfig, attention_config
 from vitgraph.kernels.attention_tiles import AttentionTiles, attention_tiles
-from vitgraph.kernels.launch import capability_of, hopper_tier_unavailable, num_multiprocessors
-
-if TYPE_CHECKING:
-    from vitgraph.kernels.sm90.attention import AttentionSm90Config
+from vitgraph.kernels.launch import num_multiprocessors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -49,27 +45,10 @@ def attention_reference(
     return out.flatten(1)
 
 
-@dataclass(frozen=True)
-class AttentionConfig:
-    """How one launch is tiled.
-
-    Attributes:
-        block_m, block_n: query rows of a tile, keys of a step.
-        programs_per_sm: how many programs fit an SM beside each other; the launch fills the GPU.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int = 4
-    num_stages: int = 3
-    programs_per_sm: int = 2
-    can_split: ClassVar[bool] = False
-
-
 @triton.jit
 def _load_rows(
-    qkv_ptr,
-    plane,  # part * HEADS + head
+    head_ptr,  # of a head's first q
+    PART: tl.constexpr,  # 0 for q, 1 for k, 2 for v
     first_row,
     end,
     COLUMN: tl.constexpr,
@@ -78,12 +57,14 @@ def _load_rows(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """[ROWS, COLUMNS] of one plane from (first_row, COLUMN); zero past `end` and past the head."""
-    rows = first_row + tl.arange(0, ROWS)
+    """[ROWS, COLUMNS] of one part from (first_row, COLUMN); zero past `end` and past the head."""
+    rows = tl.arange(0, ROWS)
     columns = COLUMN + tl.arange(0, COLUMNS)
-    row_offsets = rows.to(tl.int64) * (3 * HEADS * HEAD_DIM)
-    pointers = qkv_ptr + row_offsets[:, None] + (plane * HEAD_DIM + columns)[None, :]
-    mask = rows[:, None] < end
+    # One long offset for all and short ones from there: registers are what 128 rows lack.
+    block_ptr = head_ptr + tl.cast(first_row, tl.int64) * (3 * HEADS * HEAD_DIM)
+    block_ptr += PART * HEADS * HEAD_DIM
+    pointers = block_ptr + rows[:, None] * (3 * HEADS * HEAD_DIM) + columns[None, :]
+    mask = rows[:, None] < end - first_row
     if COLUMN + COLUMNS > HEAD_DIM:
         mask = mask & (columns[None, :] < HEAD_DIM)
     return tl.load(pointers, mask=mask, other=0.0)
@@ -97,8 +78,7 @@ def _attend(
     acc_tail,  # float32 [BLOCK_M, TAIL]
     row_max,  # float32 [BLOCK_M], scaled
     row_sum,  # float32 [BLOCK_M]
-    qkv_ptr,
-    head,
+    head_ptr,
     first_key,
     end,
     scale_log2,
@@ -109,15 +89,14 @@ def _attend(
     BLOCK_N: tl.constexpr,
 ):
     """One step of the online softmax, over BLOCK_N keys."""
-    k_plane = HEADS + head
-    v_plane = 2 * HEADS + head
-    k = _load_rows(qkv_ptr, k_plane, first_key, end, 0, BLOCK_N, HEAD, HEADS, HEAD_DIM)
+    k = _load_rows(head_ptr, 1, first_key, end, 0, BLOCK_N, HEAD, HEADS, HEAD_DIM)
     scores = tl.dot(q, k.T, input_precision="ieee")
     if HEAD_DIM > HEAD:
-        k_tail = _load_rows(qkv_ptr, k_plane, first_key, end, HEAD, BLOCK_N, TAIL, HEADS, HEAD_DIM)
+        k_tail = _load_rows(head_ptr, 1, first_key, end, HEAD, BLOCK_N, TAIL, HEADS, HEAD_DIM)
         scores = tl.dot(q_tail, k_tail.T, scores, input_precision="ieee")
-    keys = first_key + tl.arange(0, BLOCK_N)
-    scores = tl.where(keys[None, :] < end, scores, float("-inf"))
+    if first_key + BLOCK_N > end:  # the last step alone
+        keys = first_key + tl.arange(0, BLOCK_N)
+        scores = tl.where(keys[None, :] < end, scores, float("-inf"))
 
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
     weights = tl.exp2(scores * scale_log2 - new_max[:, None])
@@ -125,11 +104,11 @@ def _attend(
     row_sum = row_sum * correction + tl.sum(weights, 1)
 
     # A weight of zero does not silence a NaN: v is zero past the end, not merely unweighted.
-    v = _load_rows(qkv_ptr, v_plane, first_key, end, 0, BLOCK_N, HEAD, HEADS, HEAD_DIM)
+    v = _load_rows(head_ptr, 2, first_key, end, 0, BLOCK_N, HEAD, HEADS, HEAD_DIM)
     weights = weights.to(v.dtype)
     acc = tl.dot(weights, v, acc * correction[:, None], input_precision="ieee")
     if HEAD_DIM > HEAD:
-        v_tail = _load_rows(qkv_ptr, v_plane, first_key, end, HEAD, BLOCK_N, TAIL, HEADS, HEAD_DIM)
+        v_tail = _load_rows(head_ptr, 2, first_key, end, HEAD, BLOCK_N, TAIL, HEADS, HEAD_DIM)
         acc_tail = tl.dot(weights, v_tail, acc_tail * correction[:, None], input_precision="ieee")
     return acc, acc_tail, new_max, row_sum
 
@@ -163,10 +142,11 @@ def attention_kernel(
         end = tl.load(unit_ptr + 2)
         head = tl.load(unit_ptr + 4)
 
-        q = _load_rows(qkv_ptr, head, first_row, end, 0, BLOCK_M, HEAD, HEADS, HEAD_DIM)
+        head_ptr = qkv_ptr + head * HEAD_DIM
+        q = _load_rows(head_ptr, 0, first_row, end, 0, BLOCK_M, HEAD, HEADS, HEAD_DIM)
         q_tail = q
         if HEAD_DIM > HEAD:
-            q_tail = _load_rows(qkv_ptr, head, first_row, end, HEAD, BLOCK_M, TAIL, HEADS, HEAD_DIM)
+            q_tail = _load_rows(head_ptr, 0, first_row, end, HEAD, BLOCK_M, TAIL, HEADS, HEAD_DIM)
         acc = tl.zeros([BLOCK_M, HEAD], tl.float32)
         acc_tail = tl.zeros([BLOCK_M, TAIL], tl.float32)
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -174,8 +154,8 @@ def attention_kernel(
 
         for first_key in range(start, end, BLOCK_N):
             acc, acc_tail, row_max, row_sum = _attend(
-                q, q_tail, acc, acc_tail, row_max, row_sum, qkv_ptr, head, first_key, end,
-                scale_log2, HEADS, HEAD_DIM, HEAD, TAIL, BLOCK_N,
+                q, q_tail, acc, acc_tail, row_max, row_sum, head_ptr, first_key, end, scale_log2,
+                HEADS, HEAD_DIM, HEAD, TAIL, BLOCK_N,
             )  # fmt: skip
 
         inverse_sum = 1.0 / row_sum
@@ -192,26 +172,6 @@ def attention_kernel(
                 mask=row_mask & (columns < HEAD_DIM),
             )
         unit = ticket + tl.num_programs(0)
-
-
-def attention_config(
-    num_patches: int,
-    num_sequences: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> "AttentionConfig | AttentionSm90Config":
-    """Choose the tiling for a capacity of `num_patches` rows and `num_sequences` sequences."""
-    if capability_of(device) == (0, 0):  # the interpreter
-        return AttentionConfig(32, 32)
-    if dtype == torch.float32:
-        return AttentionConfig(32, 32, num_warps=8, num_stages=2)
-    if hopper_tier_unavailable(device):
-        return AttentionConfig(64, 64)
-    from vitgraph.kernels.sm90.attention import attention_sm90_config
-
-    config = attention_sm90_config(num_patches, num_sequences, head_dim, device)
-    return config or AttentionConfig(64, 64)
 
 
 def attention(
@@ -256,7 +216,9 @@ def attention(
         return out
     if tiles is None:
         num_sequences = cu_seqlens.shape[0] - 1
-        config = attention_config(num_patches, num_sequences, head_dim, qkv.dtype, qkv.device)
+        config = attention_config(
+            num_patches, num_sequences, num_heads, head_dim, qkv.dtype, qkv.device
+        )
         tiles = attention_tiles(cu_seqlens, num_patches, num_heads, config)
     config = tiles.config
 

@@ -73,6 +73,27 @@ def _finish_columns(
 
 
 @triton.jit
+def _finish(
+    acc, bias_ptr, residual_ptr, out_ptr, residual_stride, out_stride, rows, row_mask, col,
+    N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ACTIVATION: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """`_finish_columns` of one part after the other."""
+    if PARTS == 1:
+        _finish_columns(
+            acc, bias_ptr, residual_ptr, out_ptr, residual_stride, out_stride, rows, row_mask, col,
+            N, COLS, ACTIVATION,
+        )  # fmt: skip
+    else:
+        halves = acc.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1).split()
+        for half in tl.static_range(2):
+            _finish(
+                halves[half], bias_ptr, residual_ptr, out_ptr, residual_stride, out_stride, rows,
+                row_mask, col + half * (COLS // 2), N, ROWS, COLS // 2, ACTIVATION, PARTS // 2,
+            )  # fmt: skip
+
+
+@triton.jit
 def _load_pixels(pointers, mask, columns, K: tl.constexpr, pixel_scale, pixel_shift):
     channel = columns // (K // 3)
     scale = tl.where(channel == 0, pixel_scale[0], pixel_scale[2])
@@ -133,18 +154,10 @@ def _compute_tiles(
             else:
                 acc = tl.dot(x, weight.T, acc)
 
-        if PARTS == 1:
-            _finish_columns(
-                acc, bias_ptr, residual_ptr, out_ptr, residual_stride, out_stride, rows, row_mask,
-                col, N, COLS, ACTIVATION,
-            )  # fmt: skip
-        else:
-            halves = acc.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1).split()
-            for half in tl.static_range(2):
-                _finish_columns(
-                    halves[half], bias_ptr, residual_ptr, out_ptr, residual_stride, out_stride,
-                    rows, row_mask, col + half * (COLS // 2), N, COLS // 2, ACTIVATION,
-                )  # fmt: skip
+        _finish(
+            acc, bias_ptr, residual_ptr, out_ptr, residual_stride, out_stride, rows, row_mask, col,
+            N, ROWS, COLS, ACTIVATION, PARTS,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["capacity", "small_rows"])

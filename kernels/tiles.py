@@ -6,7 +6,7 @@ tile shapes. The kernel reads the real row count on the device and takes `small`
 """
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,7 +16,8 @@ from vitgraph.kernels.launch import Capability
 class Layer(enum.Enum):
     """Shape classes: by width (above 2048 columns) and depth (above 2048)."""
 
-    PROJECTION = enum.auto()  # narrow, shallow; also the patch embedding
+    PROJECTION = enum.auto()  # narrow, shallow, square
+    EMBED = enum.auto()  # narrow, shallow: the patch embedding
     QKV = enum.auto()  # wide, shallow, three times its input
     EXPAND = enum.auto()  # wide, shallow: fc1
     REDUCE = enum.auto()  # narrow, deep: fc2
@@ -29,7 +30,9 @@ class Layer(enum.Enum):
             return cls.QKV if out_features == 3 * in_features else cls.EXPAND
         if wide:
             return cls.MERGE
-        return cls.REDUCE if deep else cls.PROJECTION
+        if deep:
+            return cls.REDUCE
+        return cls.PROJECTION if out_features == in_features else cls.EMBED
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Tile:
     cols: int
     depth: int
     stages: int
-    parts: int = 1  # the epilogue works on cols / parts columns at a time, to save shared memory
+    parts: int = 1  # 2^n: the epilogue works on cols / parts columns at a time, to save memory
 
 
 @dataclass(frozen=True)
@@ -80,12 +83,18 @@ def _sm90(large: Tile, small: Tile | None = None, small_rows: int = 0, **rest: i
 # 96 KB of stages and an epilogue in halves leave room for a second program on the SM.
 _PAIRED = Tile(128, 128, 64, stages=3, parts=2)
 _ALONE = Tile(128, 128, 64, stages=5, parts=2)
+# What spills in halves: pixels that are converted, under triton 3.8; GELU, under 3.8 and 3.9.
+_EMBED = replace(_ALONE, parts=4)
+_MERGE = replace(_PAIRED, parts=4)
+_SMALL_MERGE = Tile(64, 128, 64, stages=4, parts=2)
 
 # NVIDIA H200, bf16, triton 3.6. Up to 448 rows the small tiles, at N = 1152 up to 1792 the large
 # ones, are one round on 132 SMs.
 SM90 = (
     Row(Layer.PROJECTION, 0, _sm90(Tile(64, 64, 128, stages=4), hopper_rows=1793)),
     Row(Layer.PROJECTION, 449, _sm90(_ALONE, Tile(64, 64, 128, stages=4), 448, hopper_rows=1793)),
+    Row(Layer.EMBED, 0, _sm90(Tile(64, 64, 128, stages=4), hopper_rows=1793)),
+    Row(Layer.EMBED, 449, _sm90(_EMBED, Tile(64, 64, 128, stages=4), 448, hopper_rows=1793)),
     Row(Layer.QKV, 0, _sm90(Tile(64, 256, 64, stages=4), hopper_rows=3585)),
     Row(
         Layer.QKV,
@@ -97,8 +106,8 @@ SM90 = (
     Row(Layer.REDUCE, 0, _sm90(Tile(64, 64, 64, stages=6), programs_per_sm=2, hopper_rows=1793)),
     Row(Layer.REDUCE, 449, _sm90(_ALONE, Tile(64, 64, 64, stages=8), 448, hopper_rows=1793)),
     Row(Layer.MERGE, 0, _sm90(Tile(64, 64, 64, stages=6), programs_per_sm=2)),
-    Row(Layer.MERGE, 129, _sm90(Tile(64, 128, 64, stages=4), programs_per_sm=2)),
-    Row(Layer.MERGE, 449, _sm90(_PAIRED, Tile(64, 128, 64, stages=4), 448, programs_per_sm=2)),
+    Row(Layer.MERGE, 129, _sm90(_SMALL_MERGE, programs_per_sm=2)),
+    Row(Layer.MERGE, 449, _sm90(_MERGE, _SMALL_MERGE, 448, programs_per_sm=2)),
 )
 
 # 16-bit inputs on any other GPU: at most 99 KB of shared memory, no descriptors. Not tuned.

@@ -91,7 +91,7 @@ def row_kernels(
     device: torch.device | str = "cpu",
 ) -> None:  # fmt: skip
     """What one forward launches of these kernels, for a batch in `rows` rows and `slots` slots."""
-    from vitgraph.kernels.clear_tail import clear_tail
+    from vitgraph.kernels.isolate import isolate
     from vitgraph.kernels.layer_norm import layer_norm
     from vitgraph.kernels.layout import layout
     from vitgraph.kernels.position_embedding import position_embedding
@@ -108,7 +108,7 @@ def row_kernels(
     table = rotary_table(batch.coords, frequencies, batch.num_patches)
     qkv = empty(rows, 3, HEADS, head_dim)
     rotary(qkv, table, batch.num_patches)
-    clear_tail(qkv[:, 2], batch.num_patches, 256)
+    isolate(qkv, batch.num_patches, 256)
     for width, count in ((hidden, batch.num_patches), (4 * hidden, batch.num_tokens)):
         layer_norm(empty(rows, width), empty(width), empty(width), num_rows=count)
 

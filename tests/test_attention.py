@@ -7,13 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitgraph.kernels.attention import (
-    AttentionConfig,
-    attention,
-    attention_config,
-    attention_reference,
-    attention_tiles,
-)
+from vitgraph.kernels import attention_config as attention_config_module
+from vitgraph.kernels.attention import attention, attention_reference
+from vitgraph.kernels.attention_config import AttentionConfig, attention_config, portable_config
+from vitgraph.kernels.attention_tiles import attention_tiles
 
 LENGTHS = {
     "one_row": [1],
@@ -152,6 +149,27 @@ def test_refuses_what_it_cannot_read(device):
             attention(qkv, offsets([4], device), out=out)
 
 
+H200_CHOICES = {  # patches, sequences: the faster of the table's tilings there
+    (400, 1): 64,
+    (8000, 20): 64,
+    (8192, 8): 128,
+    (2048, 1): 128,
+    (3072, 1): 64,
+    (8160, 1): 128,
+    (23040, 1): 128,
+    (16412, 7): 128,
+}
+
+
+@pytest.mark.parametrize("about", H200_CHOICES, ids=str)
+def test_the_table_chooses_what_was_measured(about, monkeypatch):
+    monkeypatch.setattr(attention_config_module, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(attention_config_module, "num_multiprocessors", lambda device: 132)
+    config = portable_config(*about, 16, torch.bfloat16, torch.device("cuda"))
+    assert (config.block_m, config.block_n) == (H200_CHOICES[about], 64)
+    assert portable_config(*about, 16, torch.float32, torch.device("cuda")).block_m == 32
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", GPU_LENGTHS.values(), ids=GPU_LENGTHS.keys())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -218,7 +236,7 @@ def test_gpu_replay_follows_the_offsets(device, rng):
     rows, slots = 4096, 16
     qkv = random_qkv(rows, 16, 72, torch.bfloat16, rng)
     cu_seqlens = offsets([rows] + [0] * (slots - 1), device)
-    config = attention_config(rows, slots, 72, qkv.dtype, device)
+    config = attention_config(rows, slots, 16, 72, qkv.dtype, device)
 
     def forward() -> list[Tensor]:
         tiles = attention_tiles(cu_seqlens, rows, 16, config)

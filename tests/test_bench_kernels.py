@@ -106,3 +106,50 @@ def test_tune_linear_prints_what_it_timed_and_what_not(monkeypatch, tmp_path, ca
     assert [line[2] for line in lines] == ["10.0", "20.0", "30.0", "20.0"]
     assert "(table)" in lines[-1]
     assert "left out: qkv with 8160 rows (no time left of 1.5 s)" in printed
+
+
+def test_tune_attention_times_what_is_right_and_what_is_near(monkeypatch, tmp_path, capsys) -> None:
+    """Its flow, with compilations, errors and times of this test's own."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import tune_attention
+
+    from vitgraph.kernels.attention_config import AttentionConfig
+
+    gpu = types.SimpleNamespace(major=9, minor=0, name="a GPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    every = list(tune_attention.candidates())
+    assert len(every) == len(set(every)) > 20
+    fast, slow, wrong, spills = (AttentionConfig(64, block_n) for block_n in (16, 32, 64, 128))
+    monkeypatch.setattr(tune_attention, "candidates", lambda: [fast, slow, wrong, spills])
+    monkeypatch.setattr(tune_attention, "ProcessPoolExecutor", lambda n, mp_context: ThreadPool(n))
+
+    def compile_one(arch, config):
+        reason = "spills 8 bytes" if config == spills else ""
+        return tune_attention.Compiled(config, programs=2, reason=reason)
+
+    class Problem:
+        def __init__(self, lengths):
+            self.qkv, self.cu_seqlens = torch.zeros(4, 3, 1, 16), torch.tensor([0, 4])
+
+        def error(self, config, expected):
+            return float("inf") if config.block_n == wrong.block_n else 1e-3
+
+        def microseconds(self, config):
+            return {fast.block_n: 10.0, slow.block_n: 30.0}.get(config.block_n, 11.0)
+
+    monkeypatch.setattr(tune_attention, "compile_one", compile_one)
+    monkeypatch.setattr(tune_attention.Problem, "make", Problem)
+    own = AttentionConfig(128, 16, programs_per_sm=2)
+    monkeypatch.setattr(tune_attention, "portable_config", lambda *about: own)
+    path = tmp_path / "tilings.json"
+    arguments = ["--cases", "8x1024", "1x8160", "--all", "--save", str(path)]
+    monkeypatch.setattr(sys, "argv", ["tune_attention.py", *arguments])
+    tune_attention.main()
+    saved = json.loads(path.read_text())["results"]
+    timed = {(row["case"], row["block_n"], row["programs_per_sm"]) for row in saved}
+    both = {("8x1024", n, programs) for n in (16, 32) for programs in (1, 2)}
+    assert timed == both | {("1x8160", 16, 1), ("1x8160", 16, 2)}
+    printed = capsys.readouterr().out
+    assert printed.count("(table)") == 2 and "5 compiled, 1 of them spill or fail" in printed
+    assert "wrong: 64x64" in printed

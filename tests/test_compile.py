@@ -84,7 +84,7 @@ def test_batch_sizes_are_not_specialised():
         "position_embedding_kernel": 1,
         "rotary_table_kernel": 1,
         "rotary_kernel": 1,
-        "clear_tail_kernel": 1,
+        "isolate_kernel": 1,
         "layer_norm_kernel": 2,  # patches and tokens
     }
 

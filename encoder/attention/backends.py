@@ -19,7 +19,9 @@ from torch import Tensor
 
 from vitgraph.encoder.attention import flash, flashinfer
 from vitgraph.encoder.attention.trial import Attend, Build, Capability, Heads
-from vitgraph.kernels.attention import DTYPES, attention, attention_config, attention_tiles
+from vitgraph.kernels.attention import DTYPES, attention
+from vitgraph.kernels.attention_config import attention_config
+from vitgraph.kernels.attention_tiles import attention_tiles
 from vitgraph.kernels.launch import is_interpreted
 from vitgraph.kernels.layout import Layout
 
@@ -29,7 +31,9 @@ def triton(layout: Layout, heads: Heads) -> Attend:
     offsets, num_patches = layout.cu_seqlens, layout.coords.shape[0]
     # Slots are free, so a graph has many; how many a batch will use is known in eager runs only.
     expected = len(layout.seqlens) if layout.seqlens is not None else 1
-    config = attention_config(num_patches, expected, heads.dim, heads.dtype, offsets.device)
+    config = attention_config(
+        num_patches, expected, heads.count, heads.dim, heads.dtype, offsets.device
+    )
     tiles = attention_tiles(offsets, num_patches, heads.count, config, layout.num_sequences)
     return lambda qkv: attention(qkv, offsets, tiles=tiles)
 

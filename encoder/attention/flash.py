@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from vitgraph.encoder.attention.trial import (
-    LEAKS,
     Attend,
     Build,
     Capability,
@@ -155,12 +154,12 @@ def probe(provider: Provider, heads: Heads, device: torch.device) -> Capability:
     if not is_installed(provider.module):
         return answer(False, "not installed")
     try:
-        isolates = try_out(build_with(provider), heads, device)
+        trial = try_out(build_with(provider), heads, device)
     except torch.OutOfMemoryError:
         raise  # says nothing of the provider, and must not be remembered
     except Exception as error:
         return answer(False, describe(error))
-    return answer(True, "" if isolates else LEAKS, isolates=isolates)
+    return answer(True, "; ".join(trial.remarks), **trial._asdict())
 
 
 def capability(heads: Heads, device: torch.device) -> Capability:
@@ -181,7 +180,7 @@ def flash_attn(layout: Layout, heads: Heads) -> Attend:
     if not chosen.ok:
         raise ValueError(f"attention backend 'flash_attn': {chosen.reason}")
     build = build_with(next(p for p in PROVIDERS if p.name == chosen.provider))
-    return (build if chosen.isolates else guarded(build))(layout, heads)
+    return (guarded(build) if chosen.guard else build)(layout, heads)
 
 
 def is_installed(module: str) -> bool:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from vitgraph.encoder.attention.flash import describe, is_installed
 from vitgraph.encoder.attention.trial import (
-    LEAKS,
     Attend,
     Build,
     Capability,
@@ -99,16 +98,15 @@ def serving(heads: Heads, device: torch.device) -> tuple[Capability, Build]:
     for copies in (False, True):
         way = functools.partial(build, copies=copies)
         try:
-            isolates = try_out(way, heads, device)
+            trial = try_out(way, heads, device)
         except torch.OutOfMemoryError:
             raise  # says nothing of the library, and must not be remembered
         except Exception as error:
             errors.append(describe(error))
             continue
         remarks = ["q and k are copied"] if copies else []
-        if not isolates:
-            remarks.append(LEAKS)
-        return answer(True, "; ".join(remarks), isolates=isolates), way
+        reason = "; ".join([*remarks, *trial.remarks])
+        return answer(True, reason, **trial._asdict()), way
     return answer(False, "; ".join(dict.fromkeys(errors))), build
 
 
@@ -117,7 +115,7 @@ def flashinfer(layout: Layout, heads: Heads) -> Attend:
     chosen, way = serving(heads, layout.cu_seqlens.device)
     if not chosen.ok:
         raise ValueError(f"attention backend 'flashinfer': {chosen.reason}")
-    return (way if chosen.isolates else guarded(way))(layout, heads)
+    return (guarded(way) if chosen.guard else way)(layout, heads)
 
 
 def _round_up(number: int, least: int) -> int:

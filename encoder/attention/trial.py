@@ -4,25 +4,28 @@ A library is called on a small pack with garbage around it, eagerly and from a c
 offsets change between capture and replay. What it answers is compared with float32.
 
 FlashAttention 3 and 4 load the values of whole key tiles, so a NaN in the rows behind a sequence,
-which are its neighbour's, reaches it. Behind the last sequence we put zeros for them; a NaN inside
-an item still reaches the item before it, which is why `auto` does not choose them.
+which are its neighbour's, reaches it. What does not isolate sequences by itself is tried again
+behind a guard that lets no such value be read; `auto` chooses only what isolates, with it or
+without.
 """
 
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitgraph.kernels.clear_tail import clear_tail
+from vitgraph.kernels.isolate import isolate
 from vitgraph.kernels.launch import on_device
 from vitgraph.kernels.layout import Layout
 
 Attend = Callable[[Tensor], Tensor]  # qkv [P, 3, H, D] -> [P, H * D]
 TAIL = 256  # rows; no library has taller key tiles
-LEAKS = "a NaN in an item reaches the one before it"
+LEAKS = "a NaN in an item reaches others"
+GUARDED = "values are checked first, so that a NaN stays in its item"
 ROWS, SLOTS = 640, 8
 LENGTHS = (40, 300, 4, 0, 129)
 REPLAYED = (8, 1, 520)
@@ -50,7 +53,8 @@ class Capability:
         ok: it serves.
         reason: why it does not, or what to know about it.
         capturable: no length is read on the host.
-        isolates: a NaN stays in its sequence.
+        guard: it is to be called through `guarded`.
+        isolates: a NaN stays in its sequence, with the guard where there is one.
     """
 
     backend: str
@@ -58,26 +62,38 @@ class Capability:
     ok: bool
     reason: str = ""
     capturable: bool = True
+    guard: bool = False
     isolates: bool = True
 
 
+class Trial(NamedTuple):
+    """What `try_out` found: fields of `Capability`."""
+
+    guard: bool
+    isolates: bool
+
+    @property
+    def remarks(self) -> list[str]:
+        """For a person, what to know about it."""
+        return [GUARDED] * self.guard + [LEAKS] * (not self.isolates)
+
+
 def guarded(build: Build) -> Build:
-    """`build`, with zeros for values behind the last sequence."""
+    """`build`, on qkv whose values are all finite: see kernels/isolate.py."""
 
     def build_guarded(layout: Layout, heads: Heads) -> Attend:
         attend = build(layout, heads)
 
         def attend_guarded(qkv: Tensor) -> Tensor:
-            clear_tail(qkv[:, 2], layout.num_patches, TAIL)
-            return attend(qkv)
+            return attend(isolate(qkv, layout.num_patches, TAIL))
 
         return attend_guarded
 
     return build_guarded
 
 
-def try_out(build: Build, heads: Heads, device: torch.device) -> bool:
-    """Whether `build` isolates sequences; False asks for `guarded(build)`.
+def try_out(build: Build, heads: Heads, device: torch.device) -> Trial:
+    """Whether `build` computes what it should, needs `guarded`, and isolates sequences then.
 
     Raises:
         Exception: whatever the library raises.
@@ -88,39 +104,74 @@ def try_out(build: Build, heads: Heads, device: torch.device) -> bool:
         shape = ROWS, 3, heads.count, heads.dim
         qkv = torch.randn(shape, generator=rng, device=device, dtype=torch.float32)
         qkv = qkv.to(heads.dtype)
-        layout = _layout(LENGTHS, device)
-        poisoned = _poison(qkv, LENGTHS, sequence=1)
-        isolates = _error(build(layout, heads)(poisoned.clone()), poisoned, LENGTHS) < _bound(heads)
-        if not isolates:
+        inputs = _inputs(qkv, LENGTHS)
+        outs = _eagerly(build, heads, inputs)
+        guard = not (_error(outs[0], qkv, LENGTHS) < _bound(heads) and _isolates(outs, LENGTHS))
+        if guard:
             build = guarded(build)
-            poisoned = _poison(qkv, LENGTHS)
-            _check(build(layout, heads)(poisoned), poisoned, LENGTHS, heads, "eagerly")
+            outs = _eagerly(build, heads, inputs)
+        _check(outs[0], qkv, LENGTHS, heads, "eagerly")
+        isolates = _isolates(outs, LENGTHS)
         if device.type == "cuda":
-            replayed = _poison(qkv, REPLAYED)
-            _check(_replay(build, heads, replayed), replayed, REPLAYED, heads, "replayed")
-    return isolates
+            outs = _replayed(build, heads, _inputs(qkv, REPLAYED))
+            _check(outs[0], qkv, REPLAYED, heads, "replayed")
+            isolates = isolates and _isolates(outs, REPLAYED)
+    return Trial(guard, isolates)
 
 
-def _replay(build: Build, heads: Heads, qkv: Tensor) -> Tensor:
+def _inputs(qkv: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
+    """NaN behind the last sequence; then also NaN or infinity in q, k or v of sequence 1."""
+    clean = qkv.clone()
+    clean[sum(lengths) :] = float("nan")
+    poisoned = []
+    for part, value in itertools.product(range(3), ("nan", "inf")):
+        poisoned.append(clean.clone())
+        poisoned[-1][lengths[0] : sum(lengths[:2]), part] = float(value)
+    return [clean, *poisoned]
+
+
+def _isolates(outs: list[Tensor], lengths: tuple[int, ...]) -> bool:
+    """Whether what poisons sequence 1 is in all of its rows, and the others are as they were
+    without, to the bit."""
+    start, end, total = lengths[0], sum(lengths[:2]), sum(lengths)
+    clean = outs[0]
+    return all(
+        torch.equal(out[:start], clean[:start])
+        and torch.equal(out[end:total], clean[end:total])
+        and not out[start:end].isfinite().any()
+        for out in outs[1:]
+    )
+
+
+def _eagerly(build: Build, heads: Heads, inputs: list[Tensor]) -> list[Tensor]:
+    attend = build(_layout(LENGTHS, inputs[0].device), heads)
+    return [attend(qkv.clone()).clone() for qkv in inputs]
+
+
+def _replayed(build: Build, heads: Heads, inputs: list[Tensor]) -> list[Tensor]:
     """Captured for one layout, replayed for another; a second stream, as capture wants it."""
+    qkv = inputs[0].clone()
     layout, other = _layout(LENGTHS, qkv.device), _layout(REPLAYED, qkv.device)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
+    results = []
     try:
         with torch.cuda.stream(stream):
-            build(layout, heads)(qkv.clone())
+            build(layout, heads)(qkv)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 out = build(layout, heads)(qkv)
             layout.cu_seqlens.copy_(other.cu_seqlens)
             layout.num_patches.copy_(other.num_patches)
-            out.fill_(float("nan"))
-            graph.replay()
-            result = out.clone()
+            for one in inputs:
+                qkv.copy_(one)
+                out.fill_(float("nan"))
+                graph.replay()
+                results.append(out.clone())
     finally:  # also where a library raised: what it launched may still write
         torch.cuda.current_stream().wait_stream(stream)
     stream.synchronize()
-    return result
+    return results
 
 
 def _layout(lengths: tuple[int, ...], device: torch.device) -> Layout:
@@ -132,24 +183,13 @@ def _layout(lengths: tuple[int, ...], device: torch.device) -> Layout:
     return Layout(total, total // 4, slots, cu_seqlens, coords, max_seqlen=ROWS)
 
 
-def _poison(qkv: Tensor, lengths: tuple[int, ...], sequence: int | None = None) -> Tensor:
-    """NaN behind the last sequence, and in one of them."""
-    qkv = qkv.clone()
-    qkv[sum(lengths) :] = float("nan")
-    if sequence is not None:
-        start = sum(lengths[:sequence])
-        qkv[start : start + lengths[sequence]] = float("nan")
-    return qkv
-
-
 def _error(out: Tensor, qkv: Tensor, lengths: tuple[int, ...]) -> float:
-    """Largest relative error of a sequence; NaN, where there is none in the sequence, is infinite
-    error."""
+    """Largest relative error of a sequence; infinite where it is NaN."""
     worst, start = 0.0, 0
     for length in lengths:
         rows, start = slice(start, start + length), start + length
         q, k, v = qkv[rows].permute(1, 2, 0, 3).float()
-        if not length or q.isnan().any():
+        if not length:
             continue
         expected = F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1)
         error = (out[rows].float() - expected).norm() / expected.norm()

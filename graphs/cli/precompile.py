@@ -20,7 +20,7 @@ from vitgraph.encoder.operations import LAYERS, TRITON, Plan
 from vitgraph.graphs.calibration import layer_of
 from vitgraph.graphs.config import powers_of_two
 from vitgraph.graphs.qwen3_vl import EAGER_SHAPES, Qwen3VLGraphModel
-from vitgraph.kernels.clear_tail import clear_tail
+from vitgraph.kernels.isolate import isolate
 from vitgraph.kernels.linear import Provider, linear_providers
 from vitgraph.kernels.offline import ARCHITECTURES, CompiledKernel, compiling_for
 
@@ -64,7 +64,7 @@ def precompile(
             for provider in ("triton", "gluon"):
                 encoder.encode(pixels, layout, out, _plan_for(encoder, patches, provider))
         heads = torch.empty(16, 3, config.num_heads, config.head_dim, dtype=dtype)
-        clear_tail(heads[:, 2], layout.num_patches, TAIL)  # some attention libraries need it
+        isolate(heads, layout.num_patches, TAIL)  # some attention libraries need it
         model = Qwen3VLGraphModel(encoder)
         for grids in EAGER_SHAPES:
             encoder(model.make_encoder_inputs(grids)["pixel_values"], grids)
