@@ -35,10 +35,9 @@ PAGES = (
 )
 TEXT = {page: (ROOT / page).read_text() for page in PAGES}
 SOURCES = {
-    "bench": "".join(file.read_text() for file in (ROOT / "bench").glob("*.py")),
-    "tests": "".join(file.read_text() for file in (ROOT / "tests").glob("*.py")),
+    "bench": "".join(map(Path.read_text, (ROOT / "bench").glob("*.py"))),
+    "tests": "".join(map(Path.read_text, (ROOT / "tests").glob("*.py"))),
 }
-OF_PYTEST = {"-k", "-q"}
 
 
 def commands() -> Iterator[tuple[str, str]]:
@@ -86,7 +85,15 @@ def test_commands_exist(page, command) -> None:
             assert (ROOT / word.split("::")[0]).exists(), word
     folder = "tests" if "tests/" in command else "bench"
     known = set(re.findall(r'"(--[a-z-]+)"', SOURCES[folder])) | {"--nproc-per-node", "--help"}
-    assert options <= known | OF_PYTEST
+    assert options <= known
+
+
+def test_environment_variables_exist() -> None:
+    named = set(re.findall(r"VITGRAPH_\w+", "".join(TEXT.values())))
+    packages = [file for folder in ("kernels", "graphs") for file in (ROOT / folder).rglob("*.py")]
+    assert named and named <= set(
+        re.findall(r"VITGRAPH_\w+", "".join(map(Path.read_text, packages)))
+    )
 
 
 def blocks(page: str) -> list[str]:
