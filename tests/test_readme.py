@@ -1,4 +1,4 @@
-"""Every number in the READMEs comes from a checked-in result."""
+"""Every number in the documentation comes from a checked-in result."""
 
 import json
 import re
@@ -6,18 +6,26 @@ from pathlib import Path
 
 import pytest
 
+from vitgraph.bench.workloads import WORKLOADS, image_grid
 from vitgraph.graphs.metrics import FAMILIES
 from vitgraph.graphs.vllm_plugin.report import V2_SINCE
+from vitgraph.kernels.launch import GLUON_RELEASES
 
-HOPPER_TIER = ("3.6.", "3.7.", "3.8.", "3.9.")
 TOWERS = ("vllm", "vitgraph")
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BENCH = (ROOT / "bench" / "README.md").read_text()
+GRAPHS = (ROOT / "graphs" / "README.md").read_text()
 PLUGIN = (ROOT / "graphs" / "vllm_plugin" / "README.md").read_text()
+COUNTS = {"a": 1, "one": 1, "seven": 7, "eight": 8, "twenty": 20}
 
 
-def result(link: str, page: str = README) -> dict:
+def says(page: str, words: str) -> bool:
+    """Whether a page has these words, wherever its lines break."""
+    return words in " ".join(page.split())
+
+
+def result(link: str, page: str = BENCH) -> dict:
     """The result file behind a link of a page."""
     return read(Path(re.search(rf"\[{link}\]\(([^)]+)\)", page).group(1)).stem)
 
@@ -27,10 +35,34 @@ def read(name: str) -> dict:
     return json.loads((ROOT / f"bench/results/{name}.json").read_text())
 
 
-def table(header: str, page: str = README) -> list[list[str]]:
+def table(header: str, page: str = BENCH) -> list[list[str]]:
     """Cells of the table that starts with `header`, without its two head lines."""
     lines = page[page.index(header) :].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_first_table() -> None:
+    """The README's: a few systems of the file, and what the batches are."""
+    workloads = result("encoder", README)["workloads"]
+    rows = table("| batch | named below", README)
+    assert [row[1] for row in rows] == list(WORKLOADS)
+    for what, name, tokens, graph, *others in rows:
+        measured, grids = workloads[name], WORKLOADS[name]
+        assert tokens == str(measured["tokens"]) and graph == f"{measured['graph_ms']:.2f}"
+        systems = ("vllm FLASH_ATTN graph", "vllm FLASH_ATTN eager", "transformers eager")
+        for cell, system in zip(others, systems, strict=True):
+            assert cell == "{p50_ms:.2f} ({ratio:.2f}x)".format(**measured["systems"][system])
+        assert COUNTS[what.split()[0]] == len(grids)
+        if size := re.search(r"(\d+)x(\d+)", what):
+            frames = re.search(r"(\d+) frames", what)
+            _, *sides = image_grid(*map(int, size.groups()))
+            assert set(grids) == {(int(frames[1]) // 2 if frames else 1, *sides)}
+
+
+def test_the_readme_is_short_and_shows_the_picture_of_its_table() -> None:
+    assert len(README.splitlines()) < 120
+    (picture,) = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README)
+    assert f"({picture.replace('.png', '.json')})" in README
 
 
 def test_encoder_times() -> None:
@@ -54,7 +86,7 @@ def test_encoder_times() -> None:
 
 
 def test_engine() -> None:
-    """What the README says of vLLM's engines."""
+    """What bench/README.md says of vLLM's engines."""
     found = result("engine")
     backends = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
     comparisons = found["comparisons"]
@@ -72,7 +104,7 @@ def test_engine() -> None:
 
     same, ties = (comparisons["FLASH_ATTN graph"][key] for key in ("same", "ties"))
     words = f"{same} of 30 prompts got the same greedy tokens, {len(ties)} were near-ties"
-    assert words in " ".join(README.split())
+    assert says(BENCH, words)
 
 
 def test_plugin_page() -> None:
@@ -85,16 +117,16 @@ def test_plugin_page() -> None:
         measured = [found["engines"][c]["milliseconds"][name] for c in columns]
         assert cells == [f"{ms:.2f}" for ms in measured]
     same = [comparison["same"] for comparison in found["comparisons"].values()]
-    assert f"{min(same)} to {max(same)} got the same greedy tokens" in PLUGIN
+    assert says(PLUGIN, f"{min(same)} to {max(same)} got the same greedy tokens")
     # the same backend eagerly and in graphs is no other backend
     others = {n: pair for n, pair in found["others"].items() if len(set(n.split()[::4])) > 1}
     same = [pair["same"] for pair in others.values()]
-    assert f"among themselves: {min(same)} to {max(same)})" in PLUGIN
+    assert says(PLUGIN, f"among themselves: {min(same)} to {max(same)})")
     triton = found["comparisons"]["TRITON_ATTN graph"]["speedup"].values()
-    assert f"{min(triton):.1f} to {max(triton):.1f} times\nslower" in PLUGIN
+    assert says(PLUGIN, f"{min(triton):.1f} to {max(triton):.1f} times slower")
     flashinfer = read("2026-11-30-h200-vllm-engine-flashinfer")["comparisons"]["FLASHINFER graph"]
     low, high = (limit(flashinfer["speedup"].values()) for limit in (min, max))
-    assert f"the plugin is {low:.2f} to {high:.2f} times as fast as vLLM" in PLUGIN
+    assert says(PLUGIN, f"the plugin is {low:.2f} to {high:.2f} times as fast as vLLM")
 
 
 def test_plugin_page_two_gpus() -> None:
@@ -111,7 +143,7 @@ def test_plugin_page_two_gpus() -> None:
         comparison = found["comparisons"][f"FLASH_ATTN graph 2 ranks {mode}"]
         assert comparison["problems"] == []
         same[mode] = comparison["same"]
-    assert "On two GPUs {data} of 30 with `data` and {weights} with".format(**same) in PLUGIN
+    assert says(PLUGIN, "On two GPUs {data} of 30 with `data` and {weights} with".format(**same))
     for name, engine in found["engines"].items():
         assert sum(hits for hits, _ in engine["statistics_prompts"]) in (250, 500), name
         assert all(misses == 0 for _, misses in engine["statistics_prompts"])
@@ -126,9 +158,9 @@ def test_serving() -> None:
         one = images["systems"][name]
         times = [one[key] for key in ("mean_ms", "p50_ms", "p99_ms")]
         assert cells == [f"{ms:.2f}" for ms in times + [r[name]["mean_ms"] for r in ranks]]
-    assert f"a stream of {images['requests']} single images" in README
+    assert says(BENCH, f"a stream of {images['requests']} single images")
     one, two = (result("two GPUs")["experiments"][f"parallel {n}"]["requests"] for n in (1, 2))
-    assert f"{one}\nrequests on one, then the time was up, and {two} on two" in README
+    assert says(BENCH, f"{one} requests on one, then the time was up, and {two} on two")
 
 
 def test_mm_processor() -> None:
@@ -144,7 +176,7 @@ def test_mm_processor() -> None:
         result("engine")["engines"][f"FLASH_ATTN {mode} vitgraph"]["milliseconds"]["20 x (1,20,20)"]
         for mode in ("graph", "eager")
     ]
-    assert "take\n{:.2f} ms with graphs and {:.2f} without".format(*times) in BENCH
+    assert says(BENCH, "take {:.2f} ms with graphs and {:.2f} without".format(*times))
 
 
 def test_attention_times() -> None:
@@ -157,22 +189,23 @@ def test_attention_times() -> None:
             assert cell == f"{rows[f'attention {case}, {library}']['baseline_us']:.1f}"
         own = [rows[f"attention {case}, {library}"]["median_us"] for library in libraries]
         spreads.append(max(own) / min(own) - 1)
-    assert f"depend by up to {max(spreads):.0%}" in BENCH
+    assert says(BENCH, f"depends by up to {max(spreads):.0%}")
 
 
 def test_replay_cost() -> None:
     measured = result("replay cost")
     ratio = {name: row["ratio"] for name, row in measured["batches"].items()}
-    assert f"3,136 of 6,144 tokens take {measured['fill_ratio']:.0%} of a full replay" in README
+    full = f"3,136 of 6,144 tokens take {measured['fill_ratio']:.0%} of a full replay"
+    assert says(BENCH, full)
     words = f"1,000 tokens take {ratio['10 x (1,20,20)']:.2f} times what they take"
-    assert words in BENCH
-    assert f"launches count, {ratio['1 x (1,20,20)']:.2f} times" in BENCH
+    assert says(BENCH, words)
+    assert says(BENCH, f"launches count, {ratio['1 x (1,20,20)']:.2f} times")
 
 
 def test_data_parallel() -> None:
-    measured = result("data parallel")["batches"]["20 x (1,20,20)"]
-    words = f"take {measured['all_ms']:.2f} ms instead of {measured['one_ms']:.2f}"
-    assert words in README
+    measured = result("data parallel", GRAPHS)["batches"]["20 x (1,20,20)"]
+    words = f"images take {measured['all_ms']:.2f} ms instead of {measured['one_ms']:.2f}"
+    assert says(GRAPHS, words)
 
 
 def test_capture() -> None:
@@ -184,7 +217,13 @@ def test_capture() -> None:
         f"took {ours['capture_s']:.1f} s, most",
         f"vLLM's {theirs['capture_s']:.1f} s.",
     ):
-        assert words in README
+        assert says(BENCH, words)
+
+
+def test_the_triton_releases_of_the_hopper_tier() -> None:
+    first, *_, last = (release.rstrip(".") for release in GLUON_RELEASES)
+    words = f"tested with triton {first} to {last}"
+    assert says(README, words) and says(PLUGIN, words)
 
 
 def test_model_runners_of_vllm_releases() -> None:
@@ -193,7 +232,7 @@ def test_model_runners_of_vllm_releases() -> None:
     for releases, _, triton, tier, *runners, typed in rows:
         first, last = (int(release[2:]) for release in (releases.split(" - ") * 2)[:2])
         seen += range(first, last + 1)
-        assert (tier == "tested") == f"{triton}.0".startswith(HOPPER_TIER)
+        assert (tier == "tested") == f"{triton}.0".startswith(GLUON_RELEASES)
         for runner, since in zip(runners, V2_SINCE.values(), strict=True):
             for minor in (first, last):
                 v2 = "V2" if minor >= 28 else "V2, no encoder graphs"
@@ -211,7 +250,7 @@ def test_the_line_of_the_log(page) -> None:
     assert line.replace("{}", "%s") in source
     assert '"graphs %s' in source
     said = line.format("Qwen3VLForConditionalGeneration", "triton", "TRITON_ATTN")
-    assert said in " ".join(page.split())
+    assert says(page, said)
     assert "graphs on" in page
 
 
@@ -222,16 +261,3 @@ def test_metrics_of_the_plugin() -> None:
     assert {name: re.search(r"`(\w+)`", by).group(1) for name, by in named.items()} == expected
     for name in re.findall(r"vitgraph_encoder_(\w+)_total", PLUGIN):
         assert name in FAMILIES
-
-
-def test_tree_matches_the_repository() -> None:
-    for folder in re.findall(r"^    (\w+)/ ", README, flags=re.MULTILINE):
-        assert (ROOT / folder).is_dir()
-
-
-@pytest.mark.parametrize("page", ["README.md", "bench/README.md", "graphs/vllm_plugin/README.md"])
-def test_links_lead_somewhere(page) -> None:
-    links = re.findall(r"\]\(([^)]+)\)", (ROOT / page).read_text())
-    assert links
-    for link in links:
-        assert (ROOT / page).parent.joinpath(link).exists(), link
