@@ -11,7 +11,7 @@ from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.graphs.cli.main import main
 from vitgraph.graphs.media import MediaLoader
 
-PHOTOS = Path(__file__).parents[1] / "graphs" / "photos"
+PHOTOS = Path(__file__).parents[1] / "graphs" / "cli" / "photos"
 CAT = str(PHOTOS / "cat.jpg")
 TINY = ["--geometry", "tiny", "--device", "cpu"]
 

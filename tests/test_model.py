@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder, VisionConfig, cudagraph
-from vitgraph.encoder.operations import Plan
+from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
 from vitgraph.encoder.sharing import why_not_shareable
 from vitgraph.graphs.media import MediaLoader
 
-PHOTOS = sorted((Path(__file__).parents[1] / "graphs" / "photos").glob("*.jpg"))
+PHOTOS = sorted((Path(__file__).parents[1] / "graphs" / "cli" / "photos").glob("*.jpg"))
 
 GRIDS = {
     "square": [(1, 16, 16)],
@@ -158,27 +157,6 @@ def test_moved_to_a_gpu_it_runs_there_on_triton(tools, reference) -> None:
     pixels = torch.randn(16, 1536)
     truth = tools.reference_rows(reference, pixels, [(1, 4, 4)])
     assert relative_error(encoder(pixels, [(1, 4, 4)]).cpu(), truth) < 1e-4
-
-
-def test_a_capacity_is_calibrated_once(monkeypatch) -> None:
-    """vLLM captures twice, and so may others; another dtype or attention is measured again."""
-    encoder, measured = Qwen3VLVisionEncoder.random(GEOMETRIES["tiny"]), []
-
-    def calibrate(encoder, *capacity) -> Plan:
-        measured.append(capacity)
-        return Plan(encoder.attention, microseconds={"nth": {"measurement": len(measured)}})
-
-    monkeypatch.setattr(cudagraph, "calibrate", calibrate)
-    first = encoder._calibrated_plan(256, 8)
-    assert encoder._calibrated_plan(256, 8) is first
-    assert encoder._calibrated_plan(256, 16) is not first
-    assert encoder._calibrated_plan(512, 8) is not first
-    assert measured == [(256, 8, True), (256, 16, True), (512, 8, True)]
-    encoder.plan = Plan("triton")
-    assert encoder._calibrated_plan(256, 8).attention == "triton"
-    encoder.to(torch.float16)
-    assert encoder._calibrated_plan(256, 8) is not first
-    assert len(measured) == 5
 
 
 def test_a_move_to_where_it_is_changes_nothing(encoder, batch) -> None:

@@ -10,7 +10,7 @@ from vitgraph.graphs.cli.main import main
 from vitgraph.graphs.cli.stats import RunRecorder, picture, table
 from vitgraph.graphs.packing import Pack
 
-PHOTOS = Path(__file__).parents[1] / "graphs" / "photos"
+PHOTOS = Path(__file__).parents[1] / "graphs" / "cli" / "photos"
 
 
 @pytest.fixture
