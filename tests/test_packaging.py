@@ -42,6 +42,12 @@ def test_wheel_contents(tmp_path) -> None:
     assert {name.split("/")[0] for name in names} == {"vitgraph", "vitgraph-0.1.0.dist-info"}
     plugin = "graphs/vllm_plugin/models.py"
     bench = "bench/systems.py"
-    for name in ("kernels/layout.py", "encoder/py.typed", "graphs/cli/photos/cat.jpg", plugin, bench):
+    for name in (
+        "kernels/layout.py",
+        "encoder/py.typed",
+        "graphs/cli/photos/cat.jpg",
+        plugin,
+        bench,
+    ):
         assert f"vitgraph/{name}" in names
     assert "vitgraph/__init__.py" not in names
