@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitgraph.encoder.attention.backends import BACKENDS, resolve_backend
+from vitgraph.encoder.attention.backends import resolve_backend
 from vitgraph.encoder.attention.trial import Heads
 from vitgraph.encoder.checkpoint import load_vision_weights, open_checkpoint
 from vitgraph.encoder.config import VisionConfig
+from vitgraph.encoder.forward import forward
 from vitgraph.encoder.inputs import check_grids, check_pixels, host_grids, outlives
-from vitgraph.encoder.modules import Block, Merger, PatchEmbed
+from vitgraph.encoder.modules import VisionModules
 from vitgraph.encoder.operations import OpsName, Plan, resolve_operations
 from vitgraph.kernels.launch import on_device
 from vitgraph.kernels.layout import Layout
@@ -25,7 +26,7 @@ from vitgraph.kernels.rotary import rotary_frequencies
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # the last for truth
 
 
-class Qwen3VLVisionEncoder(nn.Module):
+class Qwen3VLVisionEncoder(VisionModules):
     """Pixels and grids in, embeddings out; inference only.
 
     Args:
@@ -51,7 +52,8 @@ class Qwen3VLVisionEncoder(nn.Module):
         ops: OpsName = "auto",
         pixel_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        with torch.device("meta"):
+            super().__init__(config)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"dtype must be a torch.dtype, got {dtype!r}")
         if dtype not in DTYPES:
@@ -60,18 +62,9 @@ class Qwen3VLVisionEncoder(nn.Module):
             raise ValueError(f"pixel_dtype {pixel_dtype} is neither {dtype} nor torch.uint8")
         if torch.device(device).type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device {device}: torch sees no CUDA GPU")
-        self.config = config
         self.normalization = PixelNormalization((0.5,) * 3, (0.5,) * 3)
         self._takes_bytes = pixel_dtype == torch.uint8
         self._requested = attention, ops
-        with torch.device("meta"):
-            self.patch_embed = PatchEmbed(config)
-            self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
-            self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
-            self.merger = Merger(config, norm_after_shuffle=False)
-            self.deepstack_merger_list = nn.ModuleList(
-                Merger(config, norm_after_shuffle=True) for _ in config.deepstack_visual_indexes
-            )
         self._settled_for: tuple[torch.device, torch.dtype] | None = None
         self.to(dtype).to_empty(device=device).requires_grad_(False)
         self._settle()
@@ -253,61 +246,5 @@ class Qwen3VLVisionEncoder(nn.Module):
     def encode(
         self, pixels: Tensor, layout: Layout, out: Tensor, plan: Plan | None = None
     ) -> Tensor:
-        """Run the forward pass; no value of a tensor is read by the host, so it can be captured.
-
-        Args:
-            pixels: [P, 1536] in the encoder's dtype or uint8; rows past the layout's may hold
-                anything.
-            layout: where the real rows are, for the same capacity P.
-            out: [P / 4, output_width], written up to the real tokens.
-            plan: how this capacity is computed; None takes the encoder's default.
-        """
-        config, ops, plan = self.config, self.ops, plan or self.plan
-        rows, coords, provider = layout.num_patches, layout.coords, plan.providers.get
-        slices = out.split(config.out_hidden_size, dim=1)
-        attend = BACKENDS[plan.attention](layout, self.heads)
-
-        def linear(name: str, layer: nn.Linear, x: Tensor, **options: Any) -> Tensor:
-            weight, bias = layer.weight, layer.bias
-            return ops.linear(x, weight, bias, num_rows=rows, provider=provider(name), **options)
-
-        def layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
-            return ops.layer_norm(x, norm.weight, norm.bias, norm.eps, rows)
-
-        normalization = self.normalization if pixels.dtype == torch.uint8 else None
-        x = linear("embed", self.patch_embed.proj, pixels, normalization=normalization)
-        ops.position_embedding(x, self.pos_embed.weight, coords, rows)
-        table = ops.rotary_table(coords, self.frequencies, rows)
-        # qkv and the MLP's activations are never alive together: one allocation serves both.
-        widest = max(3 * config.hidden_size, config.intermediate_size)
-        wide = x.new_empty(len(pixels) * widest)
-        qkv_buffer, inner = (
-            wide[: len(pixels) * width].view(len(pixels), width)
-            for width in (3 * config.hidden_size, config.intermediate_size)
-        )
-        for depth, block in enumerate(self.blocks):
-            # One name: what is no longer needed is freed before attention takes its scratch.
-            y = layer_norm(block.norm1, x)
-            y = linear("qkv", block.attn.qkv, y, out=qkv_buffer)
-            y = y.view(-1, 3, config.num_heads, config.head_dim)
-            y = attend(ops.rotary(y, table, rows))
-            x = linear("proj", block.attn.proj, y, residual=x, out=x)
-            y = layer_norm(block.norm2, x)
-            fc1, fc2 = block.mlp.linear_fc1, block.mlp.linear_fc2
-            x = ops.mlp(
-                y, fc1.weight, fc1.bias, fc2.weight, fc2.bias, residual=x, num_rows=rows, out=x,
-                inner=inner, providers=(provider("fc1"), provider("fc2")),
-            )  # fmt: skip
-            if depth in config.deepstack_visual_indexes:
-                level = config.deepstack_visual_indexes.index(depth)
-                self._merge(self.deepstack_merger_list[level], x, layout, slices[1 + level], plan)
-        self._merge(self.merger, x, layout, slices[0], plan)
-        return out
-
-    def _merge(self, module: Merger, x: Tensor, layout: Layout, out: Tensor, plan: Plan) -> None:
-        fc1, fc2 = module.linear_fc1, module.linear_fc2
-        self.ops.merger(
-            x, module.norm.weight, module.norm.bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias,
-            eps=module.norm.eps, num_patches=layout.num_patches, num_tokens=layout.num_tokens,
-            out=out, providers=(plan.providers.get("merger_fc1"), plan.providers.get("merger_fc2")),
-        )  # fmt: skip
+        """`vitgraph.encoder.forward`, with the encoder's own plan where none is given."""
+        return forward(self, pixels, layout, out, plan or self.plan)

@@ -1,4 +1,4 @@
-"""Parameters under the checkpoints' names; the forward pass is `Qwen3VLVisionEncoder.encode`."""
+"""Parameters under the checkpoints' names; the forward pass is in forward.py."""
 
 from torch import nn
 
@@ -51,3 +51,18 @@ class Merger(nn.Module):
         self.norm = nn.LayerNorm(width if norm_after_shuffle else config.hidden_size, eps=1e-6)
         self.linear_fc1 = nn.Linear(width, width)
         self.linear_fc2 = nn.Linear(width, config.out_hidden_size)
+
+
+class VisionModules(nn.Module):
+    """The whole tower's parameters."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.patch_embed = PatchEmbed(config)
+        self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        self.merger = Merger(config, norm_after_shuffle=False)
+        self.deepstack_merger_list = nn.ModuleList(
+            Merger(config, norm_after_shuffle=True) for _ in config.deepstack_visual_indexes
+        )

@@ -10,7 +10,6 @@ from vitgraph.kernels.launch import is_interpreted
 from vitgraph.kernels.layer_norm import layer_norm, layer_norm_reference
 from vitgraph.kernels.layout import layout, layout_reference
 from vitgraph.kernels.linear import Provider, linear, linear_reference
-from vitgraph.kernels.merger import merger, merger_reference
 from vitgraph.kernels.mlp import mlp, mlp_reference
 from vitgraph.kernels.position_embedding import position_embedding, position_embedding_reference
 from vitgraph.kernels.rotary import (
@@ -53,7 +52,6 @@ class Operations:
     layer_norm: Callable
     linear: Callable
     mlp: Callable
-    merger: Callable
 
 
 TORCH = Operations(
@@ -65,10 +63,9 @@ TORCH = Operations(
     layer_norm_reference,
     linear_reference,
     mlp_reference,
-    merger_reference,
 )
 TRITON = Operations(
-    "triton", layout, position_embedding, rotary_table, rotary, layer_norm, linear, mlp, merger
+    "triton", layout, position_embedding, rotary_table, rotary, layer_norm, linear, mlp
 )
 
 
