@@ -10,6 +10,11 @@ from vitgraph.graphs import calibration
 # Microseconds of a measurement, by what is measured.
 LINEAR = {"triton": 3.0, "cublas": 2.0}
 ATTENTION = {"triton": 5.0, "flash": 4.0}
+LEFT_OUT = {
+    "absent": Capability("absent", "", False, "not installed"),
+    "leaky": Capability("leaky", "", True, "a NaN leaks", isolates=False),
+    "host": Capability("host", "", True, "reads lengths", capturable=False),
+}
 
 
 @pytest.fixture
@@ -35,16 +40,17 @@ def measured(monkeypatch) -> list[str]:
     monkeypatch.setattr(calibration, "linear", linear)
     monkeypatch.setattr(calibration, "linear_providers", lambda *_: tuple(LINEAR))
     monkeypatch.setattr(calibration, "_microseconds", microseconds)
-    names = ("triton", "flash", "broken", "absent")
+    names = ("triton", "flash", "broken", *LEFT_OUT)
     monkeypatch.setattr(calibration, "BACKENDS", {name: attention(name) for name in names})
     return calls
 
 
 def serves(name: str, heads, device) -> Capability:
-    return Capability(name, name, name != "absent", "not installed" if name == "absent" else "")
+    return LEFT_OUT.get(name, Capability(name, "", True))
 
 
 def test_the_fastest_is_chosen_and_the_others_are_explained(measured, monkeypatch) -> None:
+    """A library that raises while it is measured costs its place, never the capture."""
     monkeypatch.setattr(calibration, "capability", serves)
     encoder = Qwen3VLVisionEncoder.random(GEOMETRIES["tiny"])
     monkeypatch.setattr(type(encoder), "auto_attention", True)
@@ -55,7 +61,8 @@ def test_the_fastest_is_chosen_and_the_others_are_explained(measured, monkeypatc
         **dict.fromkeys(LAYERS, LINEAR),
         "attention": {name: 2 * us for name, us in ATTENTION.items()},  # two layouts
     }
-    assert plan.left_out == {"broken": "RuntimeError: no such kernel", "absent": "not installed"}
+    reasons = {name: found.reason for name, found in LEFT_OUT.items()}
+    assert plan.left_out == reasons | {"broken": "RuntimeError: no such kernel"}
 
 
 def test_an_attention_that_was_asked_for_is_not_measured(measured) -> None:
