@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from vitgraph.bench import report, workloads
+from vitgraph.bench.exactness import relative_error
 from vitgraph.bench.families import build
 from vitgraph.bench.options import check_options, use
 from vitgraph.bench.pictures import serving_picture
@@ -231,12 +232,10 @@ def errors_of(
     """Largest relative error of each system against the encoder, run eagerly and alone."""
     errors: dict[str, float] = {}
     for batch in batches:
-        truth = encoder(batch.pixels, batch.grids).double()
+        truth = encoder(batch.pixels, batch.grids)
         for system in systems:
             output = system.encode(batch)
-            error = 0.0 if len(output) == 0 == len(truth) else float("inf")
-            if len(output) and len(rows(output)) == len(truth):
-                error = ((rows(output).double() - truth).norm() / truth.norm()).item()
+            error = relative_error(rows(output) if len(output) else truth[:0], truth)
             errors[system.name] = max(errors.get(system.name, 0.0), error)
     return errors
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vitgraph.encoder.attention import backends, flash, flashinfer
-from vitgraph.encoder.attention.trial import LEAKS, Capability, Heads, guarded, try_out
+from vitgraph.encoder.attention.trial import LEAKS, Heads, guarded, try_out
 from vitgraph.kernels.layout import Layout
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
