@@ -14,7 +14,7 @@ from torch import Tensor
 from vitgraph.bench import report
 from vitgraph.bench.exactness import relative_error
 from vitgraph.bench.families import build
-from vitgraph.bench.options import check_options, use
+from vitgraph.bench.options import check_options, choose, use
 from vitgraph.bench.pictures import encoder_picture
 from vitgraph.bench.systems import TOLERANCE, Setup, System, baseline_of, require, rows, synchronize
 from vitgraph.bench.timing import matmul_rate, peak_mib, replay_ms, time_in_turns
@@ -28,7 +28,6 @@ from vitgraph.bench.workloads import (
 )
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.encoder.inputs import Grid
-from vitgraph.graphs.cli.encode import choose
 
 WARM_UP = 3
 COMPILE_SECONDS = 120  # for all shapes together; the rest are left out

@@ -23,14 +23,13 @@ from rich.progress import Progress
 from vitgraph.bench import report, workloads
 from vitgraph.bench.exactness import relative_error
 from vitgraph.bench.families import build
-from vitgraph.bench.options import check_options, use
+from vitgraph.bench.options import check_options, choose, use
 from vitgraph.bench.pictures import serving_picture
 from vitgraph.bench.systems import TOLERANCE, Setup, System, baseline_of, require, rows
 from vitgraph.bench.timing import time_in_turns
 from vitgraph.bench.workloads import Batch, load_sizes, make_batch, photographs
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.encoder.inputs import Grid
-from vitgraph.graphs.cli.encode import choose
 
 REQUESTS = {"images": (3000, 300), "parallel": (1000, 200)}  # measured, after so many to warm up
 PARALLEL_GRIDS: list[Grid] = [(1, 20, 20)] * 20
