@@ -178,7 +178,7 @@ def test_images_and_videos_in_one_call(tower, make_batch) -> None:
 def test_two_managers_and_many_threads(tower, make_batch) -> None:
     """KNOWN_FAILURES 5 and 22: nobody reads what another left."""
     managers = captured(tower), captured(tower)
-    grids = [[(1, 4, 4)], [(1, 2, 6), (2, 4, 4)], [(1, 8, 16), (1, 2, 2)], [(1, 40, 40)]]
+    grids = [[(1, 4, 4)], [(1, 2, 6), (2, 4, 4)], [(1, 8, 16), (1, 2, 2)], [(1, 34, 34)]]
     batches = [make_batch(g) for g in grids]
     expected = [tower(b["pixel_values"], b["image_grid_thw"]) for b in batches]
     if tower.device.type == "cuda":
@@ -188,7 +188,7 @@ def test_two_managers_and_many_threads(tower, make_batch) -> None:
     def serve(worker: int) -> None:
         stream = torch.cuda.Stream() if tower.device.type == "cuda" else None
         with torch.cuda.stream(stream):
-            for step in range(10):
+            for step in range(6):
                 index = (worker + step) % len(batches)
                 outputs = managers[worker % 2].execute(batches[index])
                 if not close(torch.cat(outputs), expected[index]):
@@ -200,7 +200,7 @@ def test_two_managers_and_many_threads(tower, make_batch) -> None:
     for worker in workers:
         worker.join()
     assert not wrong
-    assert sum(m.get_cumulative_stats()["batches"] for m in managers) == 80
+    assert sum(m.get_cumulative_stats()["batches"] for m in managers) == 48
 
 
 @pytest.mark.gpu
