@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from vitgraph.bench.exactness import relative_error
 from vitgraph.encoder import Qwen3VLVisionEncoder
 from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager
 from vitgraph.graphs.qwen3_vl import Qwen3VLGraphModel
@@ -36,7 +37,7 @@ def captured(tower, **options) -> EncoderCudaGraphManager:
 
 def close(output: torch.Tensor, expected: torch.Tensor) -> bool:
     bound = 1e-5 if output.dtype == torch.float32 else 3e-2
-    return bool((output - expected).float().norm() <= bound * expected.float().norm())
+    return relative_error(output, expected) <= bound
 
 
 MOVES = {
