@@ -15,6 +15,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from vitgraph.bench.exactness import relative_error
 from vitgraph.encoder.attention import flash, flashinfer
 from vitgraph.encoder.attention.trial import Heads
 from vitgraph.kernels.attention import attention
@@ -108,7 +109,7 @@ def check(attend: Attend, qkv: Tensor, lengths: list[int]) -> None:
         rows = torch.arange(0, length, max(length // CHECKED_ROWS, 1), device="cuda")
         scores = q[:, rows].float() @ k.float().transpose(1, 2) / HEADS.dim**0.5
         expected = (scores.softmax(-1) @ v.float()).transpose(0, 1).flatten(1)
-        error = (result[start + rows].float() - expected).norm() / expected.norm()
+        error = relative_error(result[start + rows], expected)
         assert error < 4e-3, f"relative error {error:.2g} from row {start}"
         start += length
 

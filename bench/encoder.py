@@ -12,8 +12,9 @@ from rich.progress import track
 from torch import Tensor
 
 from vitgraph.bench import report
+from vitgraph.bench.exactness import relative_error
 from vitgraph.bench.families import build
-from vitgraph.bench.options import check_options, use
+from vitgraph.bench.options import check_options, choose, use
 from vitgraph.bench.pictures import encoder_picture
 from vitgraph.bench.systems import TOLERANCE, Setup, System, baseline_of, require, rows, synchronize
 from vitgraph.bench.timing import matmul_rate, peak_mib, replay_ms, time_in_turns
@@ -27,7 +28,6 @@ from vitgraph.bench.workloads import (
 )
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.encoder.inputs import Grid
-from vitgraph.graphs.cli.encode import choose
 
 WARM_UP = 3
 COMPILE_SECONDS = 120  # for all shapes together; the rest are left out
@@ -129,17 +129,15 @@ def measure(
             continue
         started = time.perf_counter()
         try:
-            output = rows(system.encode(batch)).double()
+            output = rows(system.encode(batch))
             synchronize(device)
         except Exception as failure:  # out of memory, say: the others still run
             found[system.name] = {"error": None, "wrong": True, "failed": str(failure)[:300]}
             continue
         first = time.perf_counter() - started
         if truth is None:
-            truth = output
-        error = float("inf")
-        if output.shape == truth.shape:
-            error = ((output - truth).norm() / truth.norm()).item()
+            truth = output.clone()  # systems may reuse what they return
+        error = relative_error(output, truth)
         wrong = not error <= TOLERANCE[dtype]
         found[system.name] = {"first_call_s": first, "error": error, "wrong": wrong}
         compiling += first if system.compiles else 0.0

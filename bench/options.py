@@ -1,7 +1,8 @@
-"""What `vitgraph bench` is told, checked before anything is built."""
+"""What commands and scripts are told, checked before anything is built."""
 
 import argparse
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -50,6 +51,20 @@ def require(found: object, what: str) -> None:
     """
     if not found:
         raise SystemExit(f"error: {Path(sys.argv[0]).name} needs {what}")
+
+
+def choose(args: argparse.Namespace) -> tuple[torch.device, torch.dtype, str]:
+    """Device, dtype and geometry: as asked for, or what suits the machine."""
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
+        raise ValueError(f"--device {device} is neither cpu, cuda nor, say, cuda:0")
+    on_gpu = device.startswith("cuda")
+    if on_gpu and not torch.cuda.is_available():
+        raise ValueError(f"--device {device}: torch sees no CUDA GPU")
+    if on_gpu and (torch.device(device).index or 0) >= (count := torch.cuda.device_count()):
+        raise ValueError(f"--device {device}: torch sees {count} GPUs")
+    dtype = getattr(torch, args.dtype or ("bfloat16" if on_gpu else "float32"))
+    return torch.device(device), dtype, args.geometry or ("8b" if on_gpu else "2b")
 
 
 def use(device: torch.device) -> None:

@@ -21,15 +21,15 @@ from rich.console import Console
 from rich.progress import Progress
 
 from vitgraph.bench import report, workloads
-from vitgraph.bench import systems as ways
-from vitgraph.bench.options import check_options, use
+from vitgraph.bench.exactness import relative_error
+from vitgraph.bench.families import build
+from vitgraph.bench.options import check_options, choose, use
 from vitgraph.bench.pictures import serving_picture
-from vitgraph.bench.systems import Setup, System, rows
+from vitgraph.bench.systems import TOLERANCE, Setup, System, baseline_of, require, rows
 from vitgraph.bench.timing import time_in_turns
 from vitgraph.bench.workloads import Batch, load_sizes, make_batch, photographs
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.encoder.inputs import Grid
-from vitgraph.graphs.cli.encode import choose
 
 REQUESTS = {"images": (3000, 300), "parallel": (1000, 200)}  # measured, after so many to warm up
 PARALLEL_GRIDS: list[Grid] = [(1, 20, 20)] * 20
@@ -93,8 +93,8 @@ def run_images(
     budgets, items = workloads.SERVING_BUDGETS, workloads.SERVING_ITEMS
     setup = Setup(encoder, budgets, items, tuple(args.attention), tuple(args.backends))
     with console.status("building and capturing"):
-        systems, missing = ways.build(setup, args.systems)
-        ways.require(systems, missing)
+        systems, missing = build(setup, args.systems)
+        require(systems, missing)
     result["systems"] |= {name: {"missing": reason} for name, reason in missing.items()}
     requests, warm_up = _counts(args, "images")
     console.print(f"images: {requests} requests after {warm_up} to warm up, if time allows")
@@ -210,7 +210,7 @@ def measure(
     count = agree(max(min(len(batches) - warm_up, int(left / turn)), 1))
     chosen = batches[warm_up : warm_up + count]
     times = time_in_turns(systems, chosen, device, before=before, progress=progress)
-    baseline = ways.baseline_of(systems)
+    baseline = baseline_of(systems)
     return {
         "warm_up": warm,
         "requests": count,
@@ -231,12 +231,10 @@ def errors_of(
     """Largest relative error of each system against the encoder, run eagerly and alone."""
     errors: dict[str, float] = {}
     for batch in batches:
-        truth = encoder(batch.pixels, batch.grids).double()
+        truth = encoder(batch.pixels, batch.grids)
         for system in systems:
             output = system.encode(batch)
-            error = 0.0 if len(output) == 0 == len(truth) else float("inf")
-            if len(output) and len(rows(output)) == len(truth):
-                error = ((rows(output).double() - truth).norm() / truth.norm()).item()
+            error = relative_error(rows(output) if len(output) else truth[:0], truth)
             errors[system.name] = max(errors.get(system.name, 0.0), error)
     return errors
 
@@ -253,7 +251,7 @@ def add_scaling(experiments: dict[str, dict[str, Any]]) -> None:
 
 def publish(result: dict[str, Any], path: Path | None, console: Console) -> int:
     """Print and save; 1 if an output was wrong or something failed."""
-    tolerance = ways.TOLERANCE[getattr(torch, result["dtype"])]
+    tolerance = TOLERANCE[getattr(torch, result["dtype"])]
     lines = report.missing_lines(result["systems"], result["not_run"])
     wrong = False
     for name, one in result["experiments"].items():

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from vitgraph.bench.exactness import relative_error
 from vitgraph.bench.outputs import output_file
 from vitgraph.bench.report import header
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
@@ -138,8 +139,7 @@ def main() -> int:
                 if number % CHECK_EVERY == 0 or number == args.requests:
                     with lock:
                         checked += 1
-                    expected = encoder(mine, grids).float()
-                    error = (torch.cat(outputs).float() - expected).norm() / expected.norm()
+                    error = relative_error(torch.cat(outputs), encoder(mine, grids))
                     if not error <= tolerance:
                         wrong.append(f"request {number} {grids}: {error:.1e}")
                 progress.advance(task)

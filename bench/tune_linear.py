@@ -25,6 +25,7 @@ from rich.table import Table
 from torch import Tensor
 from tuning import compile_all, microseconds
 
+from vitgraph.bench.exactness import relative_error
 from vitgraph.bench.options import require
 from vitgraph.bench.outputs import output_file
 from vitgraph.kernels.linear import linear_reference
@@ -81,7 +82,7 @@ class Problem:
     def error(self, config: LinearConfig, expected: Tensor) -> float:
         self.out.fill_(float("nan"))
         self.run(config, self.weights[0])
-        return float((self.out.float() - expected).norm() / expected.norm())
+        return relative_error(self.out, expected)
 
     def reference(self) -> Tensor:
         inputs = [t.float() for t in (self.x, self.weights[0], self.bias)]

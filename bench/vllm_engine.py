@@ -30,7 +30,6 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from vitgraph.bench.vllm_inside import measure_engine
 from vitgraph.bench.vllm_lanes import TOWERS, run_lanes
@@ -165,12 +164,14 @@ def compare(first: str, second: str, engines: dict[str, dict], work: Path) -> di
     """Embeddings (of every rank), tokens and times of two engines."""
     import torch
 
+    from vitgraph.bench.exactness import relative_error
+
     reference = torch.load(_embeddings(second, work, 0))
     errors: dict[str, float] = {}
     for rank in itertools.takewhile(lambda r: _embeddings(first, work, r).exists(), range(64)):
         for workload, rows in torch.load(_embeddings(first, work, rank)).items():
             if workload in reference:
-                error = _relative_error(rows, reference[workload])
+                error = relative_error(rows, reference[workload])
                 errors[workload] = max(error, errors.get(workload, 0.0))
     one, other = engines[first], engines[second]
     prompts = [
@@ -187,11 +188,6 @@ def compare(first: str, second: str, engines: dict[str, dict], work: Path) -> di
         "logprob_noise": max(map(noise, one.get("tokens", []), other.get("tokens", [])), default=0),
         "speedup": {w: theirs[w] / ms for w, ms in times.items() if w in theirs},
     }
-
-
-def _relative_error(rows: Any, reference: Any) -> float:
-    difference = (rows.double() - reference.double()).norm() / reference.double().norm()
-    return difference.nan_to_num(nan=float("inf")).item()
 
 
 def compare_prompt(mine: list, theirs: list) -> str:

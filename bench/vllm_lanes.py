@@ -55,7 +55,8 @@ def engine_options(spec: dict) -> dict[str, Any]:
     at_once and one_gpu."""
     options = memory_options(spec["at_once"] * (spec["ranks"] if spec["one_gpu"] else 1))
     if spec["one_gpu"]:
-        options |= dict(worker_cls="vllm_one_gpu.WorkerOnOneGpu", distributed_executor_backend="mp")
+        worker = "vitgraph.bench.vllm_one_gpu.WorkerOnOneGpu"
+        options |= dict(worker_cls=worker, distributed_executor_backend="mp")
     return options | dict(
         model=spec["model"],
         load_format="dummy",

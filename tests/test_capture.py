@@ -1,15 +1,16 @@
 """Safety of captured graphs: what moves, what does not fit, who else is there."""
 
 import copy
-import pickle
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from vitgraph.bench.exactness import relative_error
 from vitgraph.encoder import Qwen3VLVisionEncoder
 from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager
-from vitgraph.graphs.cost import Cost, CostModel
+from vitgraph.graphs.qwen3_vl import Qwen3VLGraphModel
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BUDGETS = CompilationConfig(True, (16, 64, 256), 8)
@@ -36,7 +37,7 @@ def captured(tower, **options) -> EncoderCudaGraphManager:
 
 def close(output: torch.Tensor, expected: torch.Tensor) -> bool:
     bound = 1e-5 if output.dtype == torch.float32 else 3e-2
-    return bool((output - expected).float().norm() <= bound * expected.float().norm())
+    return relative_error(output, expected) <= bound
 
 
 MOVES = {
@@ -85,19 +86,13 @@ def test_weights_updated_in_place_are_seen(tower, make_batch) -> None:
     assert close(after[:, :width], before[:, :width] + 8)
 
 
-class OutOfMemory:
+class OutOfMemory(Qwen3VLGraphModel):
     """The encoder, on a device where budgets above 64 tokens do not fit."""
-
-    def __init__(self, tower: Qwen3VLVisionEncoder) -> None:
-        self.tower = tower
-
-    def __getattr__(self, name: str):
-        return getattr(self.tower, name)
 
     def prepare_encoder_cudagraph_capture_inputs(self, token_budget, *arguments):
         if token_budget > 64:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return self.tower.prepare_encoder_cudagraph_capture_inputs(token_budget, *arguments)
+        return super().prepare_encoder_cudagraph_capture_inputs(token_budget, *arguments)
 
 
 def test_budgets_that_do_not_fit_are_dropped(tower, make_batch, caplog) -> None:
@@ -142,33 +137,6 @@ def test_estimate_grows_with_the_budget(tower) -> None:
     assert estimate[256] - estimate[64] == 4 * (estimate[64] - estimate[16]) > 0
 
 
-def test_borrowed_outputs_that_were_overwritten_raise_in_debug_mode(tower, make_batch) -> None:
-    manager = captured(tower, debug=True)
-    (borrowed,) = manager.execute(make_batch([(1, 4, 4)]), borrow=True)
-    kept, view, parts = borrowed.clone(), borrowed[:, :8], borrowed.split(2)
-    assert type(kept) is torch.Tensor and torch.equal(view, kept[:, :8])
-    view[0, 0] += 0  # in place
-    assert f"{view[0, 0]:.3f}" == f"{kept[0, 0]:.3f}"
-    for one, copied in ((borrowed, kept), (view, kept[:, :8])):
-        for other in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
-            assert type(other) is torch.Tensor and torch.equal(other, copied)
-    doubled = torch.compile(lambda rows: rows[:1] * 2, backend="eager")(borrowed)
-    assert torch.equal(doubled, kept[:1] * 2)
-    assert borrowed.to_sparse().is_sparse
-    assert torch.equal(borrowed, kept)
-    manager.execute(make_batch([(1, 4, 4)]))
-    for use in (
-        borrowed.sum,
-        borrowed.clone,
-        lambda: borrowed + 1,
-        lambda: torch.stack([borrowed]),
-        view.sum,
-        lambda: parts[0] + 1,
-    ):
-        with pytest.raises(RuntimeError, match="was borrowed and a later execute"):
-            use()
-
-
 def test_misses_by_reason(tower, make_batch) -> None:
     manager = captured(tower)
     manager.limits = manager.limits.__class__(manager.budgets, 8, 5)
@@ -181,14 +149,16 @@ def test_misses_by_reason(tower, make_batch) -> None:
     assert (stats["graph_hits"], stats["graph_misses"]) == (1, 3)
 
 
-def test_padding_and_time_by_budget(tower, make_batch) -> None:
-    manager = captured(tower, profile=True)
-    manager.execute(make_batch([(1, 4, 4), (1, 4, 6)]))
-    manager.execute(make_batch([(1, 40, 40)]))
+def test_every_pack_is_shown_with_its_time(tower, make_batch) -> None:
+    seen: list[tuple[int | None, int, float]] = []
+    manager = captured(
+        tower, on_pack=lambda pack, watch: seen.append((pack.budget, pack.tokens, watch.seconds()))
+    )
+    manager.execute(make_batch([(1, 4, 4), (1, 34, 34), (1, 4, 6)]))
+    assert [(budget, tokens) for budget, tokens, _ in seen] == [(16, 10), (None, 289)]
+    assert all(0 < seconds < 60 for *_, seconds in seen)
     stats = manager.get_cumulative_stats()
     assert stats["budgets"][16]["padded"] == 16 - 10
-    assert stats["budgets"][16]["seconds"] > 0 and stats["eager_seconds"] > 0
-    assert stats["budgets"][256]["seconds"] == 0
 
 
 def test_images_and_videos_in_one_call(tower, make_batch) -> None:
@@ -209,7 +179,7 @@ def test_images_and_videos_in_one_call(tower, make_batch) -> None:
 def test_two_managers_and_many_threads(tower, make_batch) -> None:
     """KNOWN_FAILURES 5 and 22: nobody reads what another left."""
     managers = captured(tower), captured(tower)
-    grids = [[(1, 4, 4)], [(1, 2, 6), (2, 4, 4)], [(1, 8, 16), (1, 2, 2)], [(1, 40, 40)]]
+    grids = [[(1, 4, 4)], [(1, 2, 6), (2, 4, 4)], [(1, 8, 16), (1, 2, 2)], [(1, 34, 34)]]
     batches = [make_batch(g) for g in grids]
     expected = [tower(b["pixel_values"], b["image_grid_thw"]) for b in batches]
     if tower.device.type == "cuda":
@@ -219,7 +189,7 @@ def test_two_managers_and_many_threads(tower, make_batch) -> None:
     def serve(worker: int) -> None:
         stream = torch.cuda.Stream() if tower.device.type == "cuda" else None
         with torch.cuda.stream(stream):
-            for step in range(10):
+            for step in range(6):
                 index = (worker + step) % len(batches)
                 outputs = managers[worker % 2].execute(batches[index])
                 if not close(torch.cat(outputs), expected[index]):
@@ -231,7 +201,7 @@ def test_two_managers_and_many_threads(tower, make_batch) -> None:
     for worker in workers:
         worker.join()
     assert not wrong
-    assert sum(m.get_cumulative_stats()["batches"] for m in managers) == 80
+    assert sum(m.get_cumulative_stats()["batches"] for m in managers) == 48
 
 
 @pytest.mark.gpu
@@ -322,18 +292,16 @@ def test_bytes_never_land_in_a_float_capture(tower, make_batch) -> None:
         manager.execute({"pixel_values": pixels, "image_grid_thw": [(1, 4, 4)]})
 
 
-class Failing:
+class Failing(Qwen3VLGraphModel):
     """The encoder, whose eager forward runs `action` first."""
 
-    def __init__(self, tower, action) -> None:
-        self.tower, self.action = tower, action
-
-    def __getattr__(self, name: str):
-        return getattr(self.tower, name)
+    def __init__(self, tower: Qwen3VLVisionEncoder, action: Callable[[], object]) -> None:
+        super().__init__(tower)
+        self.action = action
 
     def encoder_eager_forward(self, mm_kwargs):
         self.action()
-        return self.tower.encoder_eager_forward(mm_kwargs)
+        return super().encoder_eager_forward(mm_kwargs)
 
 
 def fail() -> None:
@@ -344,10 +312,10 @@ def test_a_batch_that_fails_half_way_counts_for_nothing(tower, make_batch) -> No
     manager = captured(Failing(tower, fail))
     good = make_batch([(1, 4, 4)])
     expected = manager.execute(good)[0]
-    before, plan = manager.get_cumulative_stats(), manager.last_plan
+    before = manager.get_cumulative_stats()
     with pytest.raises(torch.OutOfMemoryError):
         manager.execute(make_batch([(1, 4, 4), (1, 40, 40)]))
-    assert manager.get_cumulative_stats() == before and manager.last_plan == plan
+    assert manager.get_cumulative_stats() == before
     assert torch.equal(manager.execute(good)[0], expected)
 
 
@@ -357,15 +325,6 @@ def test_execute_within_execute_is_refused(tower, make_batch) -> None:
     with pytest.raises(RuntimeError, match="from within the model's forward"):
         manager.execute(make_batch([(1, 40, 40)]))
     manager.execute(make_batch([(1, 4, 4)]))
-
-
-def test_a_given_cost_model_survives_dropped_budgets(tower, make_batch) -> None:
-    costs = CostModel((16, 64, 256), (Cost(1e-3), Cost(2e-3), Cost(4e-3)))
-    manager = captured(OutOfMemory(tower), packing=costs)
-    assert manager.cost_model.budgets == (16, 64)
-    assert len(manager.execute(make_batch([(1, 4, 4), (1, 20, 20)]))) == 2
-    with pytest.raises(ValueError, match=r"the cost model has budgets \[16\]"):
-        EncoderCudaGraphManager(tower, BUDGETS, packing=CostModel((16,), (Cost(1e-3),)))
 
 
 class NoMemoryToWarmUp(Failing):

@@ -1,12 +1,25 @@
 """The configuration's names, defaults and JSON form, and the budgets it stands for."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitgraph.graphs.config import CompilationConfig, infer_limits, powers_of_two
+from vitgraph.graphs.budgets import resolve_budgets
+from vitgraph.graphs.config import CompilationConfig, Limits, infer_limits, powers_of_two
+
+
+def limits_of(config: CompilationConfig, smallest: int, largest: int) -> Limits:
+    """As the manager infers them for a model of this range."""
+    budgets = resolve_budgets(
+        config.encoder_cudagraph_token_budgets,
+        (smallest, largest),
+        max_items=config.encoder_cudagraph_max_images_per_batch,
+    )
+    given = replace(config, encoder_cudagraph_token_budgets=budgets)
+    return infer_limits(given, (smallest, largest))
 
 
 def test_defaults_are_vllms() -> None:
@@ -33,7 +46,7 @@ def test_newer_names() -> None:
         }
     )
     assert config.encoder_cudagraph_max_images_per_batch == 5
-    assert infer_limits(config, (64, 1024)).max_sequences == 70
+    assert limits_of(config, 64, 1024).max_sequences == 70
 
 
 @pytest.mark.parametrize(
@@ -80,10 +93,10 @@ def test_items_never_exceed_the_smallest_budget(budgets, max_items, smallest, ex
     config = CompilationConfig(True, tuple(budgets), max_items)
     if budgets and max_items > min(budgets):
         with pytest.raises(ValueError, match=f"{max_items} is above the smallest budget"):
-            infer_limits(config, (smallest, smallest + extra))
+            limits_of(config, smallest, smallest + extra)
         return
     try:
-        limits = infer_limits(config, (smallest, smallest + extra))
+        limits = limits_of(config, smallest, smallest + extra)
     except ValueError:
         assert max_items > smallest + extra
         return
@@ -98,9 +111,9 @@ def test_items_never_exceed_the_smallest_budget(budgets, max_items, smallest, ex
 def test_more_items_than_the_smallest_budget() -> None:
     """KNOWN_FAILURES 8: both numbers are named."""
     with pytest.raises(ValueError, match="128 is above the smallest budget 64"):
-        infer_limits(CompilationConfig(True, (64, 512), 128), (64, 512))
+        limits_of(CompilationConfig(True, (64, 512), 128), 64, 512)
 
 
 def test_items_inferred_from_the_range() -> None:
-    assert infer_limits(CompilationConfig(True), (64, 1024)).max_items == 16
-    assert infer_limits(CompilationConfig(True, (8, 1024)), (64, 1024)).max_items == 8
+    assert limits_of(CompilationConfig(True), 64, 1024).max_items == 16
+    assert limits_of(CompilationConfig(True, (8, 1024)), 64, 1024).max_items == 8

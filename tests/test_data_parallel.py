@@ -285,7 +285,7 @@ class Cases:
             raise RuntimeError("no memory")
 
         if last:
-            self.encoder.check_encoder_inputs = fail
+            self.parallel.model.check_encoder_inputs = fail
         try:
             self.parallel.execute(self.batch([(1, 4, 4)]))
         except (ValueError, RuntimeError) as error:
@@ -294,7 +294,7 @@ class Cases:
             raise AssertionError("nothing raised")
         finally:
             if last:
-                del self.encoder.check_encoder_inputs
+                del self.parallel.model.check_encoder_inputs
 
     def a_rank_that_fails_to_encode_raises_everywhere(self) -> None:
         """And leaves nothing behind: the next batches are not gathered with what is left of it."""
@@ -305,7 +305,7 @@ class Cases:
             raise RuntimeError("no memory")
 
         if last:
-            self.encoder.encoder_eager_forward = fail
+            self.parallel.model.encoder_eager_forward = fail
         try:
             self.parallel.execute(self.batch(grids))
         except RuntimeError as error:
@@ -315,7 +315,7 @@ class Cases:
             raise AssertionError("nothing raised")
         finally:
             if last:
-                del self.encoder.encoder_eager_forward
+                del self.parallel.model.encoder_eager_forward
         for name in ("uneven_items", "two_items"):
             self.images(name)
 

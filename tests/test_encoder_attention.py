@@ -14,14 +14,12 @@ from vitgraph.encoder.attention import backends, flash, flashinfer
 from vitgraph.encoder.attention.trial import (
     GUARDED,
     LEAKS,
-    Capability,
     Heads,
     Trial,
     guarded,
     try_out,
 )
 from vitgraph.encoder.attention.trial import LENGTHS as TRIAL_LENGTHS
-from vitgraph.graphs import calibration
 from vitgraph.kernels.layout import Layout
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -428,38 +426,3 @@ def test_names(libraries) -> None:
     for unknown in ("flash", "Flash_Attn", "torch_sdpa", ""):
         with pytest.raises(ValueError, match=f"backend '{unknown}' is none of auto, triton, .*"):
             backends.resolve_backend(unknown, BF16, CUDA)
-
-
-def test_calibration_leaves_out_what_fails(encoder, monkeypatch) -> None:
-    """A library that raises while it is measured costs its place, never the capture."""
-
-    def capability(name, heads, device):
-        return {
-            "flash_attn": Capability(name, "fake", True, "a NaN leaks", isolates=False),
-            "sdpa": Capability(name, "torch", True, "reads lengths", capturable=False),
-        }.get(name, Capability(name, "fake", True))
-
-    def fails(layout, heads):
-        raise RuntimeError("cuDNN found no plan")
-
-    spent = {"triton": 10.0, "other": 7.0}
-    names = {key: lambda layout, heads, key=key: lambda qkv: key for key in spent}
-    monkeypatch.setattr(calibration, "capability", capability)
-    monkeypatch.setattr(
-        calibration,
-        "BACKENDS",
-        names | {"flash_attn": fails, "flashinfer": fails, "sdpa": fails},
-    )
-    monkeypatch.setattr(calibration, "_microseconds", lambda call, give_up: spent[call()])
-    monkeypatch.setattr(calibration, "_time_layer", lambda *_: {"triton": 0.0})
-    plan = calibration.calibrate(encoder, 256, 8, auto_attention=True)
-    assert plan.attention == "other"
-    assert plan.microseconds["attention"] == {"triton": 20.0, "other": 14.0}
-    assert plan.left_out == {
-        "flash_attn": "a NaN leaks",
-        "flashinfer": "RuntimeError: cuDNN found no plan",
-        "sdpa": "reads lengths",
-    }
-    monkeypatch.setattr(calibration, "BACKENDS", {"triton": fails})
-    with pytest.raises(RuntimeError, match="no plan"):  # without ours there is no capture
-        calibration.calibrate(encoder, 256, 8, auto_attention=True)

@@ -62,8 +62,11 @@ def test_any_grids(device, grids, spare_patches, spare_sequences):
 )
 def test_edges(device, grids):
     check(grids, device)
-    # image-only batch in slots sized for video: the tail of the offsets must not fall to zero
-    check(grids, device, spare_patches=1000, spare_sequences=64)
+
+
+def test_images_in_slots_sized_for_video(device):
+    """KNOWN_FAILURES 3: the tail of the offsets must not fall to zero."""
+    check([(1, 20, 20), (1, 28, 28)], device, spare_patches=1000, spare_sequences=64)
 
 
 def test_int64_grids(device):

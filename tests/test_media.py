@@ -12,7 +12,7 @@ from transformers import Qwen2VLImageProcessorPil
 
 from vitgraph.graphs.media import MediaLoader, expand
 
-PHOTOS = Path(__file__).parents[1] / "graphs" / "photos"
+PHOTOS = Path(__file__).parents[1] / "graphs" / "cli" / "photos"
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder, VisionConfig, cudagraph
-from vitgraph.encoder.operations import Plan
+from vitgraph.bench.exactness import relative_error
+from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
 from vitgraph.encoder.sharing import why_not_shareable
 from vitgraph.graphs.media import MediaLoader
 
-PHOTOS = sorted((Path(__file__).parents[1] / "graphs" / "photos").glob("*.jpg"))
+PHOTOS = sorted((Path(__file__).parents[1] / "graphs" / "cli" / "photos").glob("*.jpg"))
 
 GRIDS = {
     "square": [(1, 16, 16)],
@@ -26,13 +26,9 @@ GRIDS = {
 }
 
 
-def relative_error(output: torch.Tensor, truth: torch.Tensor) -> float:
-    """Largest difference over the largest true value."""
-    return ((output.double() - truth.double()).abs().max() / truth.double().abs().max()).item()
-
-
-@pytest.mark.parametrize("grids", GRIDS.values(), ids=GRIDS)
-def test_equals_transformers_in_float32(grids, reference, encoder, tools) -> None:
+@pytest.mark.parametrize("name", [name for name in GRIDS if name != "full_hd"])
+def test_equals_transformers_in_float32(name, reference, encoder, tools) -> None:
+    grids = GRIDS[name]
     pixels = torch.randn(tools.patches_of(grids), 1536)
     truth = tools.reference_rows(reference, pixels, grids)
     assert relative_error(encoder(pixels, grids), truth) < 1e-4
@@ -50,11 +46,11 @@ def test_equals_transformers_on_photographs(photo, reference, encoder, tools) ->
 def test_half_precision_error_is_transformers_own(name, dtype, reference, tools) -> None:
     grids = GRIDS[name]
     pixels = torch.randn(tools.patches_of(grids), 1536)
-    truth = tools.reference_rows(reference, pixels, grids).double()
+    truth = tools.reference_rows(reference, pixels, grids)
     half = tools.make_reference().to(dtype)
-    ours = Qwen3VLVisionEncoder.from_transformers(half)(pixels, grids).double()
-    theirs = tools.reference_rows(half, pixels, grids).double()
-    assert (ours - truth).norm() <= 1.1 * (theirs - truth).norm()
+    ours = Qwen3VLVisionEncoder.from_transformers(half)(pixels, grids)
+    theirs = tools.reference_rows(half, pixels, grids)
+    assert relative_error(ours, truth) <= 1.1 * relative_error(theirs, truth)
 
 
 @pytest.mark.gpu
@@ -66,11 +62,11 @@ def test_half_precision_error_is_transformers_own_at_full_size(name, dtype, tool
         "cuda", depth=27, out_hidden_size=4096, deepstack_visual_indexes=[8, 16, 24]
     )
     pixels = torch.randn(tools.patches_of(grids), 1536, device="cuda")
-    truth = tools.reference_rows(reference, pixels, grids).double()
+    truth = tools.reference_rows(reference, pixels, grids)
     half = reference.to(dtype)
-    ours = Qwen3VLVisionEncoder.from_transformers(half)(pixels, grids).double()
-    theirs = tools.reference_rows(half, pixels, grids).double()
-    assert (ours - truth).norm() <= 1.1 * (theirs - truth).norm()
+    ours = Qwen3VLVisionEncoder.from_transformers(half)(pixels, grids)
+    theirs = tools.reference_rows(half, pixels, grids)
+    assert relative_error(ours, truth) <= 1.1 * relative_error(theirs, truth)
 
 
 def test_frames_do_not_attend_to_each_other(encoder) -> None:
@@ -158,27 +154,6 @@ def test_moved_to_a_gpu_it_runs_there_on_triton(tools, reference) -> None:
     pixels = torch.randn(16, 1536)
     truth = tools.reference_rows(reference, pixels, [(1, 4, 4)])
     assert relative_error(encoder(pixels, [(1, 4, 4)]).cpu(), truth) < 1e-4
-
-
-def test_a_capacity_is_calibrated_once(monkeypatch) -> None:
-    """vLLM captures twice, and so may others; another dtype or attention is measured again."""
-    encoder, measured = Qwen3VLVisionEncoder.random(GEOMETRIES["tiny"]), []
-
-    def calibrate(encoder, *capacity) -> Plan:
-        measured.append(capacity)
-        return Plan(encoder.attention, microseconds={"nth": {"measurement": len(measured)}})
-
-    monkeypatch.setattr(cudagraph, "calibrate", calibrate)
-    first = encoder._calibrated_plan(256, 8)
-    assert encoder._calibrated_plan(256, 8) is first
-    assert encoder._calibrated_plan(256, 16) is not first
-    assert encoder._calibrated_plan(512, 8) is not first
-    assert measured == [(256, 8, True), (256, 16, True), (512, 8, True)]
-    encoder.plan = Plan("triton")
-    assert encoder._calibrated_plan(256, 8).attention == "triton"
-    encoder.to(torch.float16)
-    assert encoder._calibrated_plan(256, 8) is not first
-    assert len(measured) == 5
 
 
 def test_a_move_to_where_it_is_changes_nothing(encoder, batch) -> None:

@@ -11,7 +11,18 @@ from vitgraph.encoder.attention.trial import Heads
 from vitgraph.encoder.operations import resolve_operations
 from vitgraph.kernels.launch import is_interpreted
 
-SMALL = dataclasses.replace(GEOMETRIES["tiny"], depth=2, deepstack_visual_indexes=(0,))
+# One head, patches of 8x8: the interpreter takes its time for every tile.
+SMALL = dataclasses.replace(
+    GEOMETRIES["tiny"],
+    depth=2,
+    deepstack_visual_indexes=(0,),
+    hidden_size=72,
+    num_heads=1,
+    intermediate_size=80,
+    out_hidden_size=48,
+    patch_size=8,
+)
+WIDTH = SMALL.patch_width
 GRIDS = [(1, 4, 6), (2, 2, 4), (1, 2, 2)]
 PATCHES = 24 + 16 + 4
 
@@ -38,7 +49,7 @@ def pair(dtype: torch.dtype, device: torch.device) -> tuple:
 )
 def test_triton_equals_torch(dtype, device, assert_as_exact_as) -> None:
     ours, plain = pair(dtype, device)
-    pixels = torch.randn(PATCHES, 1536, device=device)
+    pixels = torch.randn(PATCHES, WIDTH, device=device)
     truth = Qwen3VLVisionEncoder.random(SMALL, device=device, ops="torch", attention="sdpa")
     truth.load_state_dict(plain.float().state_dict())
     plain.to(dtype)
@@ -52,9 +63,9 @@ def test_triton_equals_torch(dtype, device, assert_as_exact_as) -> None:
 def test_capacity_beyond_the_items(device) -> None:
     """KNOWN_FAILURES 1: rows past the items hold NaN, and the items come out to the bit."""
     encoder, _ = pair(torch.float32, device)
-    exact = encoder(torch.ones(PATCHES, 1536, device=device), GRIDS)
+    exact = encoder(torch.ones(PATCHES, WIDTH, device=device), GRIDS)
     capacity, slots = 96, 6
-    pixels = torch.full((capacity, 1536), float("nan"), device=device)
+    pixels = torch.full((capacity, WIDTH), float("nan"), device=device)
     pixels[:PATCHES] = 1
     grid_thw = torch.zeros(slots, 3, dtype=torch.int32, device=device)
     grid_thw[: len(GRIDS)] = torch.tensor(GRIDS, device=device)
@@ -68,7 +79,7 @@ def test_capacity_beyond_the_items(device) -> None:
 @pytest.mark.parametrize("ops", ["triton", "torch"])
 def test_uint8_patches(ops, device) -> None:
     encoder = Qwen3VLVisionEncoder.random(SMALL, device=device, ops=ops)
-    pixels = torch.randint(0, 256, (PATCHES, 1536), dtype=torch.uint8, device=device)
+    pixels = torch.randint(0, 256, (PATCHES, WIDTH), dtype=torch.uint8, device=device)
     normalised = (pixels.float() / 255 - 0.5) / 0.5
     torch.testing.assert_close(
         encoder(pixels, GRIDS), encoder(normalised, GRIDS), rtol=1e-4, atol=1e-4

@@ -4,23 +4,32 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from vitgraph.graphs.cli.main import main
 from vitgraph.graphs.cli.stats import RunRecorder, picture, table
 from vitgraph.graphs.packing import Pack
+from vitgraph.graphs.statistics import Stopwatch
 
-PHOTOS = Path(__file__).parents[1] / "graphs" / "photos"
+PHOTOS = Path(__file__).parents[1] / "graphs" / "cli" / "photos"
 
 
 @pytest.fixture
 def run() -> RunRecorder:
     run = RunRecorder()
     for milliseconds in range(1, 101):
-        run.record(Pack((0, 1), 48, 64), milliseconds / 1e3)
-    run.record(Pack((0,), 100, 128), 0.005)
-    run.record(Pack((0,), 9000, None), 0.25)
+        run(Pack((0, 1), 48, 64), took(milliseconds / 1e3))
+    run(Pack((0,), 100, 128), took(0.005))
+    run(Pack((0,), 9000, None), took(0.25))
     return run
+
+
+def took(seconds: float) -> Stopwatch:
+    """One that has measured."""
+    watch = Stopwatch(torch.device("cpu"), on=True)
+    watch.seconds = lambda: seconds
+    return watch
 
 
 def rendered(run: RunRecorder) -> list[list[str]]:

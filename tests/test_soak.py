@@ -10,7 +10,7 @@ from vitgraph.encoder import Qwen3VLVisionEncoder
 
 def run(tmp_path: Path, monkeypatch) -> tuple[int, dict]:
     save = tmp_path / "soak.json"
-    command = f"soak.py --requests 40 --threads 3 --geometry tiny --device cpu --save {save}"
+    command = f"soak.py --requests 20 --threads 3 --geometry tiny --device cpu --save {save}"
     monkeypatch.setattr(sys, "argv", command.split())
     monkeypatch.setattr(soak, "CHECK_EVERY", 5)
     return soak.main(), json.loads(save.read_text())
@@ -19,8 +19,8 @@ def run(tmp_path: Path, monkeypatch) -> tuple[int, dict]:
 def test_soak_passes(tmp_path, monkeypatch) -> None:
     status, result = run(tmp_path, monkeypatch)
     assert status == 0
-    assert (result["requests"], result["checked"], result["wrong"]) == (40, 8, [])
-    assert list(result["memory_bytes"]) == ["0", *map(str, range(4, 41, 4)), "end"]
+    assert (result["requests"], result["checked"], result["wrong"]) == (20, 4, [])
+    assert list(result["memory_bytes"]) == ["0", *map(str, range(2, 21, 2)), "end"]
 
 
 def test_soak_finds_wrong_outputs(tmp_path, monkeypatch) -> None:
@@ -34,7 +34,7 @@ def test_soak_finds_wrong_outputs(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Qwen3VLVisionEncoder, "forward", doubled)
     status, result = run(tmp_path, monkeypatch)
     assert status == 1
-    assert len(result["wrong"]) == 8
+    assert len(result["wrong"]) == 4
 
 
 def test_a_thread_that_ends_fails_the_soak(tmp_path, monkeypatch) -> None:
@@ -58,7 +58,7 @@ def test_an_interrupted_soak_ends_and_saves(tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(soak, "join_or_exit", interrupted)
     _, result = run(tmp_path, monkeypatch)
-    assert len(calls) == 2 and 0 <= result["requests"] < result["asked_for"] == 40
+    assert len(calls) == 2 and 0 <= result["requests"] < result["asked_for"] == 20
 
 
 def test_memory_that_torch_keeps_for_later_is_not_held() -> None:

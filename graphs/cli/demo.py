@@ -12,8 +12,9 @@ from rich.console import Console
 from torch import nn
 
 from vitgraph.bench.families import transformers_tower
+from vitgraph.bench.options import choose
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
-from vitgraph.graphs.cli.encode import Result, choose, run, summary, table
+from vitgraph.graphs.cli.encode import Result, run, summary, table
 from vitgraph.graphs.config import CompilationConfig
 from vitgraph.graphs.manager import EncoderCudaGraphManager
 from vitgraph.graphs.media import MediaLoader

@@ -1,7 +1,6 @@
 """`vitgraph encode`: files in, a table and a safetensors file out."""
 
 import argparse
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from vitgraph.bench.options import choose
 from vitgraph.bench.outputs import check_output
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.graphs.cli.stats import RunRecorder
@@ -78,20 +78,6 @@ def encode_files(args: argparse.Namespace, console: Console, errors: Console) ->
     if failed:
         errors.print(f"{failed} of {len(paths)} files could not be read", style="yellow")
     return 1 if failed else 0
-
-
-def choose(args: argparse.Namespace) -> tuple[torch.device, torch.dtype, str]:
-    """Device, dtype and geometry: as asked for, or what suits the machine."""
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
-        raise ValueError(f"--device {device} is neither cpu, cuda nor, say, cuda:0")
-    on_gpu = device.startswith("cuda")
-    if on_gpu and not torch.cuda.is_available():
-        raise ValueError(f"--device {device}: torch sees no CUDA GPU")
-    if on_gpu and (torch.device(device).index or 0) >= (count := torch.cuda.device_count()):
-        raise ValueError(f"--device {device}: torch sees {count} GPUs")
-    dtype = getattr(torch, args.dtype or ("bfloat16" if on_gpu else "float32"))
-    return torch.device(device), dtype, args.geometry or ("8b" if on_gpu else "2b")
 
 
 def build_encoder(args: argparse.Namespace, console: Console) -> Qwen3VLVisionEncoder:

@@ -197,7 +197,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _precompile(args: argparse.Namespace) -> int:
-    from vitgraph.graphs.precompile import precompile_command
+    from vitgraph.graphs.cli.precompile import precompile_command
 
     return precompile_command(args, console)
 
