@@ -20,7 +20,7 @@ from vitgraph.encoder.attention import flash, flashinfer
 from vitgraph.encoder.attention.trial import Heads
 from vitgraph.kernels.attention import attention
 from vitgraph.kernels.attention_config import attention_config
-from vitgraph.kernels.attention_tiles import attention_tiles
+from vitgraph.kernels.attention_schedule import attention_schedule
 from vitgraph.kernels.layout import Layout
 
 HEADS = Heads(16, 72, torch.bfloat16)
@@ -67,8 +67,8 @@ def ours(lengths: list[int], rows: int = 0, slots: int = 0) -> Attend:
     rows, slots = rows or sum(lengths), slots or len(lengths)
     offsets = make_layout(lengths, rows, slots, rows).cu_seqlens
     config = attention_config(rows, slots, HEADS.count, HEADS.dim, HEADS.dtype, offsets.device)
-    tiles = attention_tiles(offsets, rows, HEADS.count, config)
-    return lambda qkv: attention(qkv, offsets, tiles=tiles)
+    schedule = attention_schedule(offsets, rows, HEADS.count, config)
+    return lambda qkv: attention(qkv, offsets, schedule=schedule)
 
 
 def theirs(name: str, lengths: list[int], rows: int = 0, slots: int = 0) -> Attend:
@@ -172,7 +172,7 @@ def test_tile_table(measure):
     """Once per forward: 8 sequences in 64 slots."""
     offsets = make_layout([1024] * 8, 32768, 64, 1024).cu_seqlens
     config = attention_config(32768, 64, HEADS.count, HEADS.dim, HEADS.dtype, offsets.device)
-    measure("attention tile table", lambda: attention_tiles(offsets, 32768, HEADS.count, config))
+    measure("attention tile table", lambda: attention_schedule(offsets, 32768, HEADS.count, config))
 
 
 def summary(rows: dict) -> tuple[Table, dict]:

@@ -30,7 +30,7 @@ SAME_PTX_VERSION = "12.8"
 
 def outputs(rounds: int) -> dict[str, dict]:
     """For each variant a hash of each round's output, and the worst error of a row."""
-    from vitgraph.kernels.attention import attention, attention_reference, attention_tiles
+    from vitgraph.kernels.attention import attention, attention_reference, attention_schedule
     from vitgraph.kernels.sm90.attention import CONFIGS
 
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).to("cuda", torch.int32)
@@ -43,9 +43,9 @@ def outputs(rounds: int) -> dict[str, dict]:
                 for turn in range(rounds):
                     shape = sum(LENGTHS), 3, 16, head_dim
                     qkv = torch.randn(shape, generator=rng, device="cuda").to(dtype)
-                    tiles = attention_tiles(cu_seqlens, len(qkv), 16, config)
+                    schedule = attention_schedule(cu_seqlens, len(qkv), 16, config)
                     out = torch.full_like(qkv[:, 0].flatten(1), float("nan"))
-                    attention(qkv, cu_seqlens, tiles=tiles, out=out)
+                    attention(qkv, cu_seqlens, schedule=schedule, out=out)
                     raw = out.view(torch.int16).cpu().numpy().tobytes()
                     hashes.append(hashlib.sha256(raw).hexdigest()[:16])
                     if turn < 3:

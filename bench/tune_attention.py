@@ -30,7 +30,7 @@ from tuning import compile_all, microseconds
 from vitgraph.bench.options import output_file, require
 from vitgraph.kernels.attention import attention, attention_reference
 from vitgraph.kernels.attention_config import AttentionConfig, portable_config
-from vitgraph.kernels.attention_tiles import attention_tiles
+from vitgraph.kernels.attention_schedule import attention_schedule
 from vitgraph.kernels.offline import ARCHITECTURES, MAX_SHARED_BYTES, compiling_for
 
 HEADS, HEAD_DIM = 16, 72
@@ -77,9 +77,9 @@ class Problem:
         )
 
     def launch(self, config: AttentionConfig) -> partial:
-        tiles = attention_tiles(self.cu_seqlens, self.qkv.shape[0], HEADS, config)
+        schedule = attention_schedule(self.cu_seqlens, self.qkv.shape[0], HEADS, config)
         out = self.qkv.new_full((self.qkv.shape[0], HEADS * HEAD_DIM), float("nan"))
-        return partial(attention, self.qkv, self.cu_seqlens, tiles=tiles, out=out)
+        return partial(attention, self.qkv, self.cu_seqlens, schedule=schedule, out=out)
 
     def error(self, config: AttentionConfig, expected: Tensor) -> float:
         """Against float32; infinite where the NaN of one sequence changes another."""
@@ -116,8 +116,8 @@ def compile_one(arch: str, config: AttentionConfig) -> Compiled:
     offsets = torch.zeros(2, dtype=torch.int32)
     try:
         with compiling_for(arch) as kernels:
-            tiles = attention_tiles(offsets, 128, HEADS, config)
-            attention(qkv, offsets, tiles=tiles)
+            schedule = attention_schedule(offsets, 128, HEADS, config)
+            attention(qkv, offsets, schedule=schedule)
     except Exception as error:  # of the compiler, or shared memory that does not suffice
         return Compiled(config, reason=type(error).__name__)
     kernel = kernels[-1]

@@ -1,4 +1,4 @@
-"""Find the tiles of kernels/tiles.py on this GPU.
+"""Find the tiles of kernels/linear_config.py on this GPU.
 
     python bench/tune_linear.py [--layers qkv fc1] [--rows 400 8160] [--seconds 300] [--save FILE]
 
@@ -29,8 +29,8 @@ from vitgraph.bench.exactness import relative_error
 from vitgraph.bench.options import require
 from vitgraph.bench.outputs import output_file
 from vitgraph.kernels.linear import linear_reference
+from vitgraph.kernels.linear_config import LinearConfig, Tile, linear_config
 from vitgraph.kernels.linear_triton import linear_triton
-from vitgraph.kernels.tiles import LinearConfig, Tile, linear_config
 
 # (out, in) features, activation, residual
 LAYERS = {

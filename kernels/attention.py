@@ -1,9 +1,9 @@
 """Packed varlen attention: softmax(q k^T / sqrt(D)) v inside each sequence, non-causal, all heads.
 
-The kernel is persistent over a table of work (attention_tiles.py) that is built on the device, once
+The kernel is persistent over a table of work (attention_schedule.py), built on the device once
 per forward, from the offsets of the sequences: rows and sequence slots that a batch does not use
 cost nothing, and no length is ever read on the host. This file is the portable kernel and the
-entrance; on Hopper most launches go to attention_sm90.py. attention_config.py chooses the tiles.
+entrance; on Hopper most launches go to sm90/attention.py. attention_config.py chooses the tiles.
 
 A head of D values is computed as a power of two and a tail (72 = 64 + 16 with 8 columns of zeros).
 
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vitgraph.kernels.attention_config import AttentionConfig, attention_config
-from vitgraph.kernels.attention_tiles import AttentionTiles, attention_tiles
+from vitgraph.kernels.attention_schedule import AttentionSchedule, attention_schedule
 from vitgraph.kernels.launch import num_multiprocessors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -178,7 +178,7 @@ def attention(
     qkv: Tensor,  # [P, 3, H, D]
     cu_seqlens: Tensor,  # [S + 1]
     *,
-    tiles: AttentionTiles | None = None,
+    schedule: AttentionSchedule | None = None,
     out: Tensor | None = None,  # [P, H * D]
 ) -> Tensor:
     """Attend inside each sequence; rows outside every sequence are neither used nor written.
@@ -186,7 +186,7 @@ def attention(
     Args:
         qkv: contiguous [P, 3, H, D], float16, bfloat16 or float32; D a multiple of 8 from 16.
         cu_seqlens: int32 [S + 1] on the device of `qkv`, never falling.
-        tiles: the table of `attention_tiles` for these offsets, built here if None.
+        schedule: the table of `attention_schedule` for these offsets, built here if None.
         out: where to store, contiguous [P, H * D].
 
     Raises:
@@ -214,26 +214,26 @@ def attention(
         )
     if num_patches == 0:
         return out
-    if tiles is None:
+    if schedule is None:
         num_sequences = cu_seqlens.shape[0] - 1
         config = attention_config(
             num_patches, num_sequences, num_heads, head_dim, qkv.dtype, qkv.device
         )
-        tiles = attention_tiles(cu_seqlens, num_patches, num_heads, config)
-    config = tiles.config
+        schedule = attention_schedule(cu_seqlens, num_patches, num_heads, config)
+    config = schedule.config
 
     scale_log2 = math.log2(math.e) / head_dim**0.5
     programs = num_multiprocessors(qkv.device)
     if not isinstance(config, AttentionConfig):
         from vitgraph.kernels.sm90.attention import launch_attention_sm90
 
-        launch_attention_sm90(qkv, out, tiles, scale_log2, programs)
+        launch_attention_sm90(qkv, out, schedule, scale_log2, programs)
         return out
     head = 1 << (head_dim.bit_length() - 1)
     tail = max(16, triton.next_power_of_2(head_dim - head))
-    programs = min(programs * config.programs_per_sm, tiles.table.shape[0])
+    programs = min(programs * config.programs_per_sm, schedule.table.shape[0])
     attention_kernel[(programs,)](
-        qkv, out, tiles.table, tiles.state, scale_log2,
+        qkv, out, schedule.table, schedule.state, scale_log2,
         HEADS=num_heads, HEAD_DIM=head_dim, HEAD=head, TAIL=tail,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         num_warps=config.num_warps, num_stages=config.num_stages,

@@ -4,7 +4,7 @@ Found by bench/tune_attention.py and checked in; nothing is searched at run time
 
 Loads through tensor descriptors (ragged ones, which clip at a sequence's end) gained 0-3 % on an
 H200 and lost 5 % on a mixed pack. To go beyond, keys would be split over the programs that the last
-round leaves idle, as in attention_sm90.py; warp specialisation of this kernel's loop fails in the
+round leaves idle, as in sm90/attention.py; warp specialisation of this kernel's loop fails in the
 compiler for sm_90 in triton 3.6 to 3.9.
 """
 

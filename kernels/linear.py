@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitgraph.kernels.activation import Activation
 from vitgraph.kernels.launch import capability_of, hopper_tier_unavailable
-from vitgraph.kernels.linear_triton import PixelNormalization, is_aligned, linear_triton
-from vitgraph.kernels.tiles import linear_config
+from vitgraph.kernels.linear_config import linear_config
+from vitgraph.kernels.linear_triton import Activation, PixelNormalization, is_aligned, linear_triton
 
 Provider = Literal["triton", "gluon", "cublas"]
 

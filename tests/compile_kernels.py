@@ -165,12 +165,12 @@ def every_dtype() -> None:
 
 def attention_of(rows: int, head_dim: int, dtype: torch.dtype, config: Any = None) -> None:
     """Attention with its table, as the architecture chooses or as `config` says."""
-    from vitgraph.kernels.attention import attention, attention_tiles
+    from vitgraph.kernels.attention import attention, attention_schedule
 
     qkv = torch.empty(rows, 3, HEADS, head_dim, dtype=dtype)
     cu_seqlens = torch.zeros(3, dtype=torch.int32)
-    tiles = attention_tiles(cu_seqlens, rows, HEADS, config) if config else None
-    attention(qkv, cu_seqlens, tiles=tiles)
+    schedule = attention_schedule(cu_seqlens, rows, HEADS, config) if config else None
+    attention(qkv, cu_seqlens, schedule=schedule)
 
 
 def hopper() -> None:

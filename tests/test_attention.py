@@ -10,7 +10,7 @@ from torch import Tensor
 from vitgraph.kernels import attention_config as attention_config_module
 from vitgraph.kernels.attention import attention, attention_reference
 from vitgraph.kernels.attention_config import AttentionConfig, attention_config, portable_config
-from vitgraph.kernels.attention_tiles import attention_tiles
+from vitgraph.kernels.attention_schedule import attention_schedule
 
 LENGTHS = {
     "one_row": [1],
@@ -69,10 +69,10 @@ def truth(qkv: Tensor, lengths: list[int]) -> Tensor:
 def test_tiles_cover_each_sequence_once_longest_first(lengths, device):
     block_m, heads, rows = 16, 3, sum(lengths) + 40
     cu_seqlens = offsets(lengths, device)
-    tiles = attention_tiles(cu_seqlens, rows, heads, AttentionConfig(block_m, 32))
-    count, counter = tiles.state.tolist()
+    schedule = attention_schedule(cu_seqlens, rows, heads, AttentionConfig(block_m, 32))
+    count, counter = schedule.state.tolist()
     assert counter == 0
-    table = tiles.table[:count, :7].tolist()
+    table = schedule.table[:count, :7].tolist()
     expected = [
         [row, start, end, end, head]
         for start, end in itertools.pairwise(cu_seqlens.tolist())
@@ -87,8 +87,10 @@ def test_tiles_cover_each_sequence_once_longest_first(lengths, device):
 
 def test_tiles_of_more_sequences_than_a_block(device):
     lengths = [(7 * i) % 50 for i in range(129)]
-    tiles = attention_tiles(offsets(lengths, device), sum(lengths), 2, AttentionConfig(16, 32))
-    assert tiles.state.tolist() == [2 * sum(-(-length // 16) for length in lengths), 0]
+    schedule = attention_schedule(
+        offsets(lengths, device), sum(lengths), 2, AttentionConfig(16, 32)
+    )
+    assert schedule.state.tolist() == [2 * sum(-(-length // 16) for length in lengths), 0]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
@@ -114,12 +116,12 @@ def test_nan_stays_in_its_sequence(device, rng):
     lengths = [20, 37, 45]
     qkv = random_qkv(sum(lengths), 2, 72, torch.float16, rng)
     config = AttentionConfig(32, 32, num_stages=2)
-    tiles = attention_tiles(offsets(lengths, device), sum(lengths), 2, config)
-    clean = attention(qkv, offsets(lengths, device), tiles=tiles)
-    assert tiles.state[1] == 0
+    schedule = attention_schedule(offsets(lengths, device), sum(lengths), 2, config)
+    clean = attention(qkv, offsets(lengths, device), schedule=schedule)
+    assert schedule.state[1] == 0
     poisoned = qkv.clone()
     poisoned[20:57] = float("nan")
-    result = attention(poisoned, offsets(lengths, device), tiles=tiles)
+    result = attention(poisoned, offsets(lengths, device), schedule=schedule)
     assert result[20:57].isnan().all()
     assert torch.equal(result[:20], clean[:20])
     assert torch.equal(result[57:], clean[57:])
@@ -195,11 +197,11 @@ def test_gpu_portable_tier(block_m, dtype, device, rng, assert_as_exact_as):
     qkv = random_qkv(sum(lengths) + 100, 4, 72, dtype, rng)
     cu_seqlens = offsets(lengths, device)
     config = AttentionConfig(block_m, 64)
-    tiles = attention_tiles(cu_seqlens, sum(lengths), 4, config)
-    result = attention(qkv, cu_seqlens, tiles=tiles)
+    schedule = attention_schedule(cu_seqlens, sum(lengths), 4, config)
+    result = attention(qkv, cu_seqlens, schedule=schedule)
     for _ in range(20):
         assert torch.equal(
-            attention(qkv, cu_seqlens, tiles=tiles)[: sum(lengths)], result[: sum(lengths)]
+            attention(qkv, cu_seqlens, schedule=schedule)[: sum(lengths)], result[: sum(lengths)]
         )
     qkv, result = qkv[: sum(lengths)], result[: sum(lengths)]
     assert_as_exact_as(result, sdpa(qkv, lengths), truth(qkv, lengths))
@@ -239,8 +241,8 @@ def test_gpu_replay_follows_the_offsets(device, rng):
     config = attention_config(rows, slots, 16, 72, qkv.dtype, device)
 
     def forward() -> list[Tensor]:
-        tiles = attention_tiles(cu_seqlens, rows, 16, config)
-        return [attention(qkv, cu_seqlens, tiles=tiles) for _ in range(3)]
+        schedule = attention_schedule(cu_seqlens, rows, 16, config)
+        return [attention(qkv, cu_seqlens, schedule=schedule) for _ in range(3)]
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

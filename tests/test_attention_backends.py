@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitgraph.bench.exactness import relative_error
 from vitgraph.encoder import Qwen3VLVisionEncoder
-from vitgraph.encoder.attention.backends import backends, flash
+from vitgraph.encoder.attention import backends, flash
 from vitgraph.encoder.attention.trial import Heads, guarded
 from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager
 from vitgraph.kernels.attention import attention_reference

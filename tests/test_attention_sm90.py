@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitgraph.kernels.attention import attention, attention_reference, attention_tiles
+from vitgraph.kernels.attention import attention, attention_reference, attention_schedule
 from vitgraph.kernels.sm90.attention import CONFIGS
 
 EDGES = [1, 37, 63, 64, 65, 0, 127, 128, 129, 191, 192, 193, 255, 256, 257, 400, 511, 700, 1024, 3]
@@ -44,16 +44,16 @@ def truth_and_sdpa(qkv: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
 def test_parts_cover_every_key_of_every_item_once(lengths, device):
     config, heads = CONFIGS["tall"], 3
     cu_seqlens = offsets(lengths, device)
-    tiles = attention_tiles(cu_seqlens, sum(lengths), heads, config)
-    assert not tiles.state[1:].any()
-    table = tiles.table[: tiles.state[0], :7].tolist()
+    schedule = attention_schedule(cu_seqlens, sum(lengths), heads, config)
+    assert not schedule.state[1:].any()
+    table = schedule.table[: schedule.state[0], :7].tolist()
     seen, pieces = {}, []
     for row, first, last, end, head, piece, parts in table:
         seen.setdefault((row, head), []).append((first, last))
         if parts > 1:
             pieces.append(piece)
             assert piece % parts == len(seen[row, head]) - 1
-            assert (piece + 1) * config.block_m <= tiles.partials.shape[0]
+            assert (piece + 1) * config.block_m <= schedule.partials.shape[0]
         assert first < last <= end
     assert pieces == list(range(len(pieces)))
     expected = {
@@ -67,8 +67,8 @@ def test_parts_cover_every_key_of_every_item_once(lengths, device):
 
 
 def test_long_sequences_are_split_where_programs_would_idle(device):
-    tiles = attention_tiles(offsets([3100], device), 3100, 3, CONFIGS["tall"])
-    assert (tiles.table[: tiles.state[0], 6] > 1).any()
+    schedule = attention_schedule(offsets([3100], device), 3100, 3, CONFIGS["tall"])
+    assert (schedule.table[: schedule.state[0], 6] > 1).any()
 
 
 @pytest.mark.gpu
@@ -83,21 +83,21 @@ def test_matches_float64_and_isolates(config, head_dim, dtype, device, rng, asse
     real, slots = sum(EDGES), offsets([*EDGES, 0, 0, 0], device)
     qkv = random_qkv(real + 300, head_dim, dtype, rng)
     qkv[real:] = float("nan")
-    tiles = attention_tiles(slots, real + 300, 16, config)
+    schedule = attention_schedule(slots, real + 300, 16, config)
     results = []
     for _ in range(20):
         out = torch.full((real + 300, 16 * head_dim), float("nan"), dtype=dtype, device=device)
-        attention(qkv, slots, tiles=tiles, out=out)
+        attention(qkv, slots, schedule=schedule, out=out)
         assert out[real:].isnan().all()
         results.append(out[:real])
-    assert not tiles.state[1:].any()
+    assert not schedule.state[1:].any()
     assert all(torch.equal(result, results[0]) for result in results)
     truth, theirs = truth_and_sdpa(qkv[:real], EDGES)
     assert_as_exact_as(results[0], theirs, truth)
 
     start, end = slots[8].item(), slots[9].item()
     qkv[start:end] = float("nan")
-    poisoned = attention(qkv, slots, tiles=tiles)
+    poisoned = attention(qkv, slots, schedule=schedule)
     assert poisoned[start:end].isnan().all()
     assert torch.equal(poisoned[:start], results[0][:start])
     assert torch.equal(poisoned[end:real], results[0][end:])
@@ -111,11 +111,11 @@ def test_split_items_are_joined(config, lengths, device, rng, assert_as_exact_as
     """Thirty launches on one table: the same bits, all counters back at zero."""
     qkv = random_qkv(sum(lengths), 72, torch.bfloat16, rng)
     cu_seqlens = offsets(lengths, device)
-    tiles = attention_tiles(cu_seqlens, sum(lengths), 16, config)
-    first = attention(qkv, cu_seqlens, tiles=tiles)
+    schedule = attention_schedule(cu_seqlens, sum(lengths), 16, config)
+    first = attention(qkv, cu_seqlens, schedule=schedule)
     truth, theirs = truth_and_sdpa(qkv, lengths)
     assert_as_exact_as(first, theirs, truth)
     for _ in range(30):
         out = torch.full_like(first, float("nan"))
-        assert torch.equal(attention(qkv, cu_seqlens, tiles=tiles, out=out), first)
-    assert not tiles.state[1:].any()
+        assert torch.equal(attention(qkv, cu_seqlens, schedule=schedule, out=out), first)
+    assert not schedule.state[1:].any()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from vitgraph.kernels.tiles import SM90
+from vitgraph.kernels.linear_config import SM90
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "bench" / "results" / "2026-11-30-h200-kernels.json"

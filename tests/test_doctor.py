@@ -9,7 +9,7 @@ import torch
 import triton
 from rich.console import Console
 
-from vitgraph.encoder.attention.backends import backends
+from vitgraph.encoder.attention import backends
 from vitgraph.encoder.attention.trial import LEAKS, Capability
 from vitgraph.graphs.cli.main import doctor
 from vitgraph.graphs.vllm_plugin import metrics, report

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from vitgraph.kernels.linear import linear, linear_providers, linear_reference
+from vitgraph.kernels.linear_config import LinearConfig, Tile
 from vitgraph.kernels.linear_triton import PixelNormalization, linear_triton
-from vitgraph.kernels.tiles import LinearConfig, Tile
 
 BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 SMALL_TILES = LinearConfig(

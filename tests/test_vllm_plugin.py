@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from vitgraph.encoder.attention.backends import backends as attention
+from vitgraph.encoder.attention import backends as attention
 from vitgraph.encoder.attention.trial import Capability
 from vitgraph.graphs import vllm_plugin
 from vitgraph.graphs.vllm_plugin import backends, metrics, wrapper

@@ -21,7 +21,7 @@ from vitgraph.encoder.attention import flash, flashinfer
 from vitgraph.encoder.attention.trial import Attend, Build, Capability, Heads
 from vitgraph.kernels.attention import DTYPES, attention
 from vitgraph.kernels.attention_config import attention_config
-from vitgraph.kernels.attention_tiles import attention_tiles
+from vitgraph.kernels.attention_schedule import attention_schedule
 from vitgraph.kernels.launch import is_interpreted
 from vitgraph.kernels.layout import Layout
 
@@ -34,8 +34,8 @@ def triton(layout: Layout, heads: Heads) -> Attend:
     config = attention_config(
         num_patches, expected, heads.count, heads.dim, heads.dtype, offsets.device
     )
-    tiles = attention_tiles(offsets, num_patches, heads.count, config, layout.num_sequences)
-    return lambda qkv: attention(qkv, offsets, tiles=tiles)
+    schedule = attention_schedule(offsets, num_patches, heads.count, config, layout.num_sequences)
+    return lambda qkv: attention(qkv, offsets, schedule=schedule)
 
 
 def sdpa(layout: Layout, heads: Heads) -> Attend:

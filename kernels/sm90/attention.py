@@ -40,7 +40,7 @@ from vitgraph.kernels.sm90.attention_shared import (
 from vitgraph.kernels.sm90.gluon_names import async_load, barrier
 
 if TYPE_CHECKING:
-    from vitgraph.kernels.attention_tiles import AttentionTiles
+    from vitgraph.kernels.attention_schedule import AttentionSchedule
 
 
 @gluon.jit
@@ -279,13 +279,13 @@ def attention_sm90_config(
 def launch_attention_sm90(
     qkv: Tensor,  # [P, 3, H, D]
     out: Tensor,  # [P, H * D]
-    tiles: "AttentionTiles",
+    schedule: "AttentionSchedule",
     scale_log2: float,
     programs: int,
 ) -> None:
     """Launch the kernel on `programs` multiprocessors."""
     num_patches, _, num_heads, head_dim = qkv.shape
-    config = tiles.config
+    config = schedule.config
     dtype = gl.bfloat16 if qkv.dtype == torch.bfloat16 else gl.float16
     shape, strides = [3 * num_heads, num_patches, head_dim], [head_dim, qkv.stride(0), 1]
     descriptors = []
@@ -295,7 +295,7 @@ def launch_attention_sm90(
             layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
             descriptors.append(TensorDescriptor(qkv, shape, strides, box, layout))
     attention_sm90_kernel[(programs,)](
-        *descriptors, out, tiles.table, tiles.state, tiles.partials, scale_log2,
+        *descriptors, out, schedule.table, schedule.state, schedule.partials, scale_log2,
         HEADS=num_heads, HEAD_DIM=head_dim, TAIL=16 if head_dim > 64 else 0,
         ROWS=config.rows, CONSUMERS=config.consumers, BLOCK_N=config.block_n,
         STAGES=config.stages, OVERLAP=config.overlap, num_warps=4,

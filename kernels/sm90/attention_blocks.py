@@ -1,4 +1,4 @@
-"""What a consumer of attention_sm90.py does with its blocks of keys: scores, softmax, values."""
+"""What a consumer of sm90/attention.py does with its blocks of keys: scores, softmax, values."""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon

@@ -1,4 +1,4 @@
-"""What a consumer of attention_sm90.py leaves in memory: finished rows, or its part of an item."""
+"""What a consumer of sm90/attention.py leaves in memory: finished rows, or its part of an item."""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon

@@ -1,4 +1,4 @@
-"""What the warps of attention_sm90.py share: sizes known when compiled, rings in shared memory."""
+"""What the warps of sm90/attention.py share: sizes known when compiled, rings in shared memory."""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon

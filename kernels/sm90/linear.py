@@ -24,8 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from vitgraph.kernels.activation import Activation
 from vitgraph.kernels.launch import num_programs, row_count
+from vitgraph.kernels.linear_triton import Activation
 from vitgraph.kernels.sm90.gluon_names import async_load
 from vitgraph.kernels.sm90.linear_flat import consume_flat, produce_flat
 from vitgraph.kernels.sm90.linear_tiles import (

@@ -1,4 +1,4 @@
-"""Flat tiles of linear_sm90.py: 64 rows, of which the consumers share the columns or the depth."""
+"""Flat tiles of sm90/linear.py: 64 rows, of which the consumers share the columns or the depth."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,4 +1,4 @@
-"""How linear_sm90.py cuts its work into tiles, and what is the same for all of them."""
+"""How sm90/linear.py cuts its work into tiles, and what is the same for all of them."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from vitgraph.kernels.activation import activate
+from vitgraph.kernels.linear_triton import activate
 from vitgraph.kernels.sm90.gluon_names import async_load, async_store
 
 CONSUMERS: gl.constexpr = gl.constexpr(3)

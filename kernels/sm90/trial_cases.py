@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from vitgraph.kernels.attention import attention, attention_reference, attention_tiles
+from vitgraph.kernels.attention import attention, attention_reference, attention_schedule
 from vitgraph.kernels.linear import linear_reference
 from vitgraph.kernels.sm90.attention import CONFIGS
 from vitgraph.kernels.sm90.linear import linear_sm90
@@ -40,11 +40,11 @@ def _try_attention(config: object, head_dim: int, device: torch.device) -> str |
     qkv = _random(rows + 300, 3, 16, head_dim, device=device)
     qkv[rows:] = float("nan")
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).to(device, torch.int32)
-    tiles = attention_tiles(cu_seqlens, rows + 300, 16, config)
+    schedule = attention_schedule(cu_seqlens, rows + 300, 16, config)
     results = []
     for _ in range(3):
         out = torch.full_like(qkv[:, 0].flatten(1), float("nan"))
-        results.append(attention(qkv, cu_seqlens, tiles=tiles, out=out)[:rows])
+        results.append(attention(qkv, cu_seqlens, schedule=schedule, out=out)[:rows])
     truth = attention_reference(qkv[:rows].double(), cu_seqlens)
     return _compare(results, truth, out[rows:])
 

@@ -30,7 +30,7 @@ class TileConfig(Protocol):
 
 
 @dataclass(frozen=True)
-class AttentionTiles:
+class AttentionSchedule:
     """The work of one batch, shared by all layers of a forward. Two launches that share it must not
     run at the same time: they draw from one counter.
 
@@ -162,7 +162,7 @@ def _write_sequence(
 
 
 @triton.jit(do_not_specialize=["max_sequences"])
-def attention_tiles_kernel(
+def attention_schedule_kernel(
     cu_seqlens_ptr,  # int32 [S + 1]
     num_sequences_ptr,  # int32 [1] or None
     table_ptr,  # int32 [units, 8]
@@ -188,13 +188,13 @@ def attention_tiles_kernel(
         )  # fmt: skip
 
 
-def attention_tiles(
+def attention_schedule(
     cu_seqlens: Tensor,  # [S + 1]
     num_patches: int,
     num_heads: int,
     config: TileConfig,
     num_sequences: Tensor | None = None,
-) -> AttentionTiles:
+) -> AttentionSchedule:
     """Build the tile table of a batch on the device.
 
     Args:
@@ -212,11 +212,11 @@ def attention_tiles(
     partials = None
     if config.can_split:
         partials = state.new_empty(max_parts * config.block_m, 96, dtype=torch.float32)
-    attention_tiles_kernel[(min(max(max_sequences, 1), 2 * programs),)](
+    attention_schedule_kernel[(min(max(max_sequences, 1), 2 * programs),)](
         cu_seqlens, num_sequences, table, state, max_sequences,
         HEADS=num_heads, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         PROGRAMS=programs if config.can_split else 0,  # else one binary serves all GPUs of a kind
         MAX_PARTS=max_parts, COUNTERS=counters, BLOCK_S=128, BLOCK_U=512, num_warps=4,
         enable_fp_fusion=True,
     )  # fmt: skip
-    return AttentionTiles(config, table, state, partials)
+    return AttentionSchedule(config, table, state, partials)
