@@ -2,8 +2,8 @@
 
 The same work table as the portable kernel. One producer warp draws units of work and feeds shared
 memory by TMA; each consumer warpgroup owns ROWS query rows of the tile and computes both products
-with wgmma, float32 softmax in between. They synchronise through mbarriers only: `ready` is complete when bytes
-(or the message of a unit) have arrived, `empty` when every consumer has let go.
+with wgmma, float32 softmax in between. They synchronise through mbarriers only: `ready` completes
+when bytes (or the message of a unit) have arrived, `empty` when every consumer has released it.
 
 A unit may be a part of an item, a range of its keys; the last part to finish joins them all.
 """
