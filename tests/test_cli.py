@@ -130,7 +130,7 @@ def test_demo(capsys) -> None:
 
 
 def test_demo_fails_when_the_outputs_differ(capsys, monkeypatch) -> None:
-    from vitgraph.graphs.cli.main import demo
+    from vitgraph.graphs.cli import demo
 
     monkeypatch.setitem(demo.TOLERANCE, torch.float32, 0.0)
     assert main(["demo", "--geometry", "tiny", "--device", "cpu"]) == 1
