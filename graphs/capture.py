@@ -100,6 +100,7 @@ class BudgetGraphs:
                     graph.mm_kwargs, graph.metadata_buffers
                 )
             else:
+                assert graph.output_buffer is not None
                 graph.graph.replay()
                 output = graph.output_buffer
             return output[:tokens] if borrow else output[:tokens].clone()
@@ -202,7 +203,8 @@ class BudgetGraphs:
                 in_place = any(_same_storage(output, static) for static in statics)
                 if not in_place:
                     output = torch.zeros_like(output)
-                    output = output if largest is None else _prefix(largest.output_buffer, output)
+                    if largest is not None and largest.output_buffer is not None:
+                        output = _prefix(largest.output_buffer, output)
                 metadata.output_buffer = output
                 # thread_local: work of other threads does not invalidate the capture, nor it theirs
                 with torch.cuda.graph(

@@ -262,6 +262,7 @@ class EncoderCudaGraphManager:
                     places = rows.split(tokens)
                 parts = part.split([tokens[index] for index in pack.indices])
                 torch._foreach_copy_([places[index] for index in pack.indices], list(parts))
+        assert rows is not None  # there are several packs
         return rows
 
     def _run(self, mm_kwargs: dict[str, Any], pack: Pack, borrow: bool) -> Tensor:

@@ -80,7 +80,8 @@ class MediaLoader:
             ValueError: a file that is missing, truncated or no image, by name.
         """
         patches, grids = self._patches(path, [_open(path)], self.size)
-        return Media(str(path), "image", patches, tuple(grids[0]))
+        t, h, w = grids[0]
+        return Media(str(path), "image", patches, (t, h, w))
 
     def video(self, path: Path) -> Media:
         """Read a video file (two frames a second, 4 to 768 in all) or a folder of frames.
@@ -147,8 +148,9 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 def _open(path: Path) -> Image.Image:
     try:
         with Image.open(path) as image:
-            image = ImageOps.exif_transpose(image)
-            return (_eight_bits(image) if image.mode.startswith("I") else image).convert("RGB")
+            upright = ImageOps.exif_transpose(image)
+            grey = upright.mode.startswith("I")
+            return (_eight_bits(upright) if grey else upright).convert("RGB")
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
     except UnidentifiedImageError:
