@@ -61,6 +61,12 @@ class BudgetGraphs:
     ) -> None:
         self.model, self.limits, self.device, self.dtype = model, limits, device, dtype
         self.config = model.get_encoder_cudagraph_config()
+        keys = self.config.input_key_by_modality
+        if missing := [name for name in self.config.modalities if name not in keys]:
+            raise ValueError(
+                f"{type(model).__name__} has graphs for {', '.join(missing)}, but an input only for "
+                f"{', '.join(keys)} (input_key_by_modality)"
+            )
         self.by_budget: dict[int, BudgetGraphMetadata] = {}
         self.dropped: tuple[int, ...] = ()
         self._addresses: Addresses | None = None
@@ -136,7 +142,8 @@ class BudgetGraphs:
             _copy_rows(buffer, source)
 
     def _input_key(self, mm_kwargs: dict[str, Any]) -> str:
-        return next(key for key in self.config.input_key_by_modality.values() if key in mm_kwargs)
+        keys = (self.config.input_key_by_modality[name] for name in self.config.modalities)
+        return next(key for key in keys if key in mm_kwargs)
 
     @contextmanager
     def _after_last_use(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitgraph.graphs.manager import EncoderCudaGraphManager
-from vitgraph.graphs.protocol import checked
+from vitgraph.graphs.protocol import look
 from vitgraph.graphs.qwen3_vl import as_model
 
 # Its name from torch 2.13 on; the older one warns there.
@@ -102,9 +102,9 @@ class DataParallelEncoder:
         own: Tensor | None = None
         self._calls += 1
         try:
-            mm_kwargs = checked(model, mm_kwargs)
+            mm_kwargs, items = look(model, mm_kwargs)
             sizes = model.get_encoder_cudagraph_per_item_input_sizes(mm_kwargs)
-            tokens = model.get_encoder_cudagraph_per_item_output_tokens(mm_kwargs)
+            tokens = [item.tokens for item in items]
             ranks, digest = assign(sizes, self.world), FAILED
             own = self._encode(mm_kwargs, ranks[self.rank], len(sizes))
             digest = _digest(self._calls, self.dtype, mm_kwargs, sizes)
