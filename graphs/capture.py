@@ -64,8 +64,8 @@ class BudgetGraphs:
         keys = self.config.input_key_by_modality
         if missing := [name for name in self.config.modalities if name not in keys]:
             raise ValueError(
-                f"{type(model).__name__} has graphs for {', '.join(missing)}, but an input only for "
-                f"{', '.join(keys)} (input_key_by_modality)"
+                f"{type(model).__name__} has graphs for {', '.join(missing)}, but an input only "
+                f"for {', '.join(keys)} (input_key_by_modality)"
             )
         self.by_budget: dict[int, BudgetGraphMetadata] = {}
         self.dropped: tuple[int, ...] = ()
