@@ -1,202 +1,188 @@
-"""Image and video files to patches and grids, by transformers' own Qwen image processor on PIL.
+"""Image and video files to patches and grids, as transformers' Qwen3-VL processors make them.
 
-A video's frames go through the same processor one by one, at the size its video processor would
-choose for them together; two frames then share a temporal patch.
+A video is decoded, sampled, turned and resized frame by frame: what it takes in memory is its
+patches and one frame.
 """
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from vitgraph.encoder.checkpoint import open_checkpoint
 from vitgraph.encoder.inputs import Grid
+from vitgraph.graphs.clips import Clip, animation, frame_folder, video_file
+from vitgraph.graphs.files import is_picture, is_video
+from vitgraph.graphs.patches import normalise, resize, to_patches
+from vitgraph.graphs.pictures import read_picture
+from vitgraph.graphs.settings import read_settings
 
-IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
-VIDEO_SUFFIXES = {".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"}
-
-# As published with Qwen3-VL, for use without a checkpoint.
-_DEFAULTS = {
-    "patch_size": 16,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "image_mean": [0.5] * 3,
-    "image_std": [0.5] * 3,
-    "size": {"shortest_edge": 65536, "longest_edge": 16777216},
-}
-_VIDEO_SIZE = {"shortest_edge": 4096, "longest_edge": 25165824}  # of all frames together
 MIN_PIXELS = 32 * 32  # one token
-FRAMES_PER_SECOND, MIN_FRAMES, MAX_FRAMES = 2.0, 4, 768
 
 
 @dataclass(frozen=True)
 class Media:
-    """One item, ready to encode: its name, modality ("image" or "video"), patches and grid."""
+    """One item, ready to encode: its name, modality ("image" or "video"), patches and grid.
+
+    `timestamps` are a video's, in seconds, one a temporal patch (grid[0] of them), as the text
+    prompt names them; empty for an image.
+    """
 
     name: str
     modality: str
-    pixel_values: Tensor  # [t * h * w, 1536]
+    pixel_values: Tensor  # [t * h * w, 1536]: floats, or uint8 before `MediaLoader.finish`
     grid: Grid
+    timestamps: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A decoded image, neither resized nor cut into patches yet."""
+
+    name: str
+    pixels: Tensor  # uint8 [H, W, 3]
 
 
 class MediaLoader:
-    """Read files with one processor.
+    """Read files as one checkpoint's processors would.
 
     Args:
         model: checkpoint whose processor settings to use; Qwen3-VL's published values without.
         max_pixels: largest area of an image or of a video's frame; None leaves the processor's.
+        image, video: settings that replace the checkpoint's, by transformers' names: `fps`,
+            `num_frames`, `max_frames`, `cap_pixels_per_frame`, `image_mean`, `size`, ...;
+            `min_pixels` and `max_pixels` of a video count all its frames.
+        device: where pictures are resized and cut into patches; floats come out there. A CPU's
+            bytes are the processor's own, a GPU's differ by one level of 255 at most.
+
+    Raises:
+        ValueError: a setting that does not exist or cannot be, by name.
     """
 
-    def __init__(self, model: str | Path | None = None, max_pixels: int | None = None) -> None:
-        from transformers import Qwen2VLImageProcessorPil
-
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        max_pixels: int | None = None,
+        *,
+        image: Mapping[str, Any] | None = None,
+        video: Mapping[str, Any] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
         if max_pixels is not None and max_pixels < MIN_PIXELS:
             raise ValueError(f"max_pixels {max_pixels} is below one token, {MIN_PIXELS} pixels")
-        image, video = None, None
-        if model is not None:
-            image, video = open_checkpoint(model).processor_settings()
-        self.processor = (
-            Qwen2VLImageProcessorPil.from_dict(image)
-            if image is not None
-            else Qwen2VLImageProcessorPil(**_DEFAULTS)
-        )
-        self.video_size = _VIDEO_SIZE | ((video or {}).get("size") or {})
-        self.size = dict(self.processor.size)
+        checkpoint = open_checkpoint(model) if model is not None else None
+        self.image_settings, self.video_settings = read_settings(checkpoint, image, video)
         self.max_pixels = max_pixels
+        self.device = torch.device(device)
         if max_pixels is not None:
-            self.size["longest_edge"] = max_pixels
-            self.size["shortest_edge"] = min(self.size["shortest_edge"], max_pixels)
+            least = min(self.image_settings.min_pixels, max_pixels)
+            self.image_settings = replace(
+                self.image_settings, min_pixels=least, max_pixels=max_pixels
+            )
 
     def image(self, path: Path) -> Media:
-        """Read one image file.
+        """Read one image file; an animation's first frame.
 
         Raises:
             ValueError: a file that is missing, truncated or no image, by name.
         """
-        patches, grids = self._patches(path, [_open(path)], self.size)
-        return Media(str(path), "image", patches, tuple(grids[0]))
+        return self.finish(_picture(path))
 
     def video(self, path: Path) -> Media:
-        """Read a video file (two frames a second, 4 to 768 in all) or a folder of frames.
+        """Read a video file, an animation, or a folder of frames.
+
+        A folder's frames are all taken, as sampled already at `fps`.
 
         Raises:
             ValueError: what cannot be read, by name; PyAV missing for a video file.
         """
-        frames = _frame_files(path) if path.is_dir() else _decode(path)
-        if len(frames) % 2:
-            frames = [*frames, frames[-1]]
-        least, most = self.video_size["shortest_edge"], self.video_size["longest_edge"]
-        size = {"shortest_edge": -(-least // len(frames)), "longest_edge": most // len(frames)}
-        if self.max_pixels is not None:
-            size = {edge: min(pixels, self.max_pixels) for edge, pixels in size.items()}
-        patches, grids = self._patches(path, frames, size)
-        # A lone frame fills both temporal slots of a patch; take one slot from each of a pair.
-        slots = patches.view(len(frames), -1, 3, 2, self.processor.patch_size**2)
-        pairs = torch.stack([slots[0::2, :, :, 0], slots[1::2, :, :, 1]], dim=3)
-        grid = (len(frames) // 2, grids[0][1], grids[0][2])
-        return Media(str(path), "video", pairs.reshape(-1, patches.shape[1]), grid)
+        return self.finish(self._video(path))
 
     def load(self, path: Path) -> Media:
-        """Read an image or a video, by suffix; a folder counts as the frames of a video."""
-        if path.is_dir() or path.suffix.lower() in VIDEO_SUFFIXES:
-            return self.video(path)
-        return self.image(path)
+        """Read an image or a video, by suffix; a folder counts as the frames of a video, and so
+        does an animated picture.
 
-    def _patches(
-        self, path: Path, images: Sequence[Image.Image], size: dict[str, Any]
-    ) -> tuple[Tensor, list[Grid]]:
-        try:
-            features = self.processor(images=list(images), size=size, return_tensors="pt")
-        except ValueError as error:  # what the processor refuses: thinner than 1 to 200
-            raise ValueError(f"{path}: {error}") from None
-        return features["pixel_values"], features["image_grid_thw"].tolist()
+        Raises:
+            ValueError: what cannot be read, by name.
+        """
+        return self.finish(self.read(path, whole=False))
+
+    def read(self, path: Path, *, whole: bool = True) -> Media | Picture:
+        """The first half of `load`, for another process: decoded, and cut into uint8 patches.
+
+        Args:
+            whole: False leaves an image as it was decoded.
+        """
+        if path.is_dir() or is_video(path):
+            return self._video(path)
+        if (clip := animation(path)) is not None:
+            return self._video(path, clip)
+        picture = _picture(path)
+        return self._patches(picture) if whole else picture
+
+    def finish(self, item: Media | Picture, dtype: torch.dtype = torch.float32) -> Media:
+        """The second half of `load`: floats on the loader's device."""
+        media = self._patches(item) if isinstance(item, Picture) else item
+        settings = self.image_settings if media.modality == "image" else self.video_settings
+        patches = media.pixel_values.to(self.device)
+        return replace(media, pixel_values=normalise(patches, settings, dtype))
+
+    def _patches(self, picture: Picture) -> Media:
+        settings = self.image_settings
+        pixels = picture.pixels.to(self.device)
+        height, width = _named(picture.name, settings.target, *pixels.shape[:2])
+        frame = resize(pixels.permute(2, 0, 1), (height, width), settings.mode)
+        patches = to_patches(frame.expand(2, -1, -1, -1), settings)
+        grid = (1, height // settings.patch_size, width // settings.patch_size)
+        return Media(picture.name, "image", patches, grid)
+
+    def _video(self, path: Path, clip: Clip | None = None) -> Media:
+        settings = self.video_settings
+        if path.is_dir():
+            clip = frame_folder(path, [file for file in path.iterdir() if is_picture(file)])
+            indices, rate = range(clip.total), settings.fps
+        else:
+            clip = clip or (animation(path) if is_picture(path) else None) or video_file(path)
+            indices, rate = settings.sample(clip.total, clip.rate).tolist(), clip.rate
+        if (found := self._pairs(path, clip, indices)) is None:
+            return self._video(path, video_file(path, count=True))
+        return Media(str(path), "video", *found, settings.timestamps(indices, rate))
+
+    def _pairs(self, path: Path, clip: Clip, indices: Sequence[int]) -> tuple[Tensor, Grid] | None:
+        """Patches and grid of some frames, two to a patch, the last repeated where they are odd;
+        None where the clip ends before."""
+        settings, last, first = self.video_settings, len(indices) - 1, None
+        for place, frame in enumerate(clip.read(indices)):
+            height, width = frame.shape[:2]
+            if first is None:
+                first = width, height
+                target = _named(path, settings.target, height, width, last + 1, self.max_pixels)
+                grid = (last // 2 + 1, *(side // settings.patch_size for side in target))
+                pair = torch.empty(2, 3, *target, dtype=torch.uint8, device=self.device)
+                patches = pair.new_empty(grid[0], grid[1] * grid[2], 6 * settings.patch_size**2)
+            if (width, height) != first:
+                label = clip.label(indices[place])
+                raise ValueError(
+                    f"{label}: a frame of {(width, height)}, the first one has {first}"
+                )
+            pixels = torch.from_numpy(frame).to(self.device).permute(2, 0, 1)
+            pair[place % 2] = resize(pixels, target, settings.mode)
+            if place == last and not place % 2:
+                pair[1] = pair[0]
+            if place == last or place % 2:
+                patches[place // 2] = to_patches(pair, settings)
+        return (patches.flatten(0, 1), grid) if first and place == last else None
 
 
-def expand(paths: Iterable[Path], frame_folders: Iterable[Path] = ()) -> Iterator[Path]:
-    """The files that `paths` name: folders give their images and videos, frame folders stay whole.
-
-    Raises:
-        ValueError: a folder without any image or video.
-    """
-    for path in paths:
-        if not path.is_dir():
-            yield path
-            continue
-        known = IMAGE_SUFFIXES | VIDEO_SUFFIXES
-        files = [file for file in sorted(path.iterdir()) if file.suffix.lower() in known]
-        if not files:
-            raise ValueError(f"{path} holds no image or video")
-        yield from files
-    yield from frame_folders
+def _picture(path: Path) -> Picture:
+    return Picture(str(path), torch.from_numpy(read_picture(path)))
 
 
-def _eight_bits(image: Image.Image) -> Image.Image:
-    """Grey of 16 bits, which "RGB" would clip at 255; of 32 where it holds no more than that."""
-    values = np.asarray(image).astype(np.int64).clip(0, 65535)
-    if image.mode == "I" and values.max(initial=0) < 256:
-        return image
-    return Image.fromarray(((values + 128) // 257).astype(np.uint8))
-
-
-def _open(path: Path) -> Image.Image:
+def _named(path: object, call: Callable[..., tuple[int, int]], *arguments: Any) -> tuple[int, int]:
     try:
-        with Image.open(path) as image:
-            image = ImageOps.exif_transpose(image)
-            return (_eight_bits(image) if image.mode.startswith("I") else image).convert("RGB")
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    except UnidentifiedImageError:
-        raise ValueError(f"{path}: not an image") from None
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        return call(*arguments)
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def _frame_files(folder: Path) -> list[Image.Image]:
-    files = [file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES]
-    files.sort(key=_by_number)
-    if not files:
-        raise ValueError(f"{folder} holds no frames")
-    frames = [_open(file) for file in files]
-    for file, frame in zip(files, frames, strict=True):
-        if frame.size != frames[0].size:
-            raise ValueError(f"{file}: a frame of {frame.size}, the first one has {frames[0].size}")
-    return frames
-
-
-def _decode(path: Path) -> list[Image.Image]:
-    """Frames of a video file, evenly spaced."""
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    try:
-        import av
-    except ImportError:
-        raise ValueError(f"{path}: video files need PyAV (pip install av)") from None
-    try:
-        with av.open(str(path)) as container:
-            stream = container.streams.video[0]
-            rate = float(stream.average_rate or 24)
-            total = stream.frames or sum(1 for _ in container.decode(stream))
-        wanted = int(total / rate * FRAMES_PER_SECOND)
-        wanted = min(max(wanted, MIN_FRAMES), MAX_FRAMES, total)
-        chosen = set(np.linspace(0, total - 1, wanted).round().astype(int).tolist())
-        with av.open(str(path)) as container:
-            decoded = enumerate(container.decode(container.streams.video[0]))
-            # only the chosen frames become images: a minute of video would fill the memory
-            frames = [frame.to_image() for index, frame in decoded if index in chosen]
-    except (av.FFmpegError, IndexError, OSError) as error:
-        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or 'no video'}") from None
-    if not frames:
-        raise ValueError(f"{path}: no frames")
-    return frames
-
-
-def _by_number(file: Path) -> list[tuple[int, str]]:
-    """frame2 before frame10."""
-    parts = re.split(r"(\d+)", file.name)
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
