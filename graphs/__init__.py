@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from vitgraph.graphs.capture import BudgetGraphMetadata
     from vitgraph.graphs.config import CompilationConfig
     from vitgraph.graphs.data_parallel import DataParallelEncoder
+    from vitgraph.graphs.embeddings import split_embeddings
     from vitgraph.graphs.manager import EncoderCudaGraphManager
+    from vitgraph.graphs.media import MediaLoader
     from vitgraph.graphs.metrics import EncoderMetrics
     from vitgraph.graphs.protocol import SupportsEncoderCudaGraph
     from vitgraph.graphs.tower import replace_vision_tower, restore_vision_tower
@@ -22,9 +24,11 @@ __all__ = [
     "DataParallelEncoder",
     "EncoderCudaGraphManager",
     "EncoderMetrics",
+    "MediaLoader",
     "SupportsEncoderCudaGraph",
     "replace_vision_tower",
     "restore_vision_tower",
+    "split_embeddings",
 ]
 
 _MODULES = {
@@ -33,9 +37,11 @@ _MODULES = {
     "DataParallelEncoder": "data_parallel",
     "EncoderCudaGraphManager": "manager",
     "EncoderMetrics": "metrics",
+    "MediaLoader": "media",
     "SupportsEncoderCudaGraph": "protocol",
     "replace_vision_tower": "tower",
     "restore_vision_tower": "tower",
+    "split_embeddings": "embeddings",
 }
 
 

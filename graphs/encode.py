@@ -1,14 +1,12 @@
-"""`vitgraph encode`: files in, a table and a safetensors file out."""
+"""An encoder as the command line asks for it, batches through it, and a table of what happened."""
 
 import argparse
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
@@ -17,8 +15,7 @@ from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.encoder.cudagraph import KEYS
 from vitgraph.graphs.config import CompilationConfig
 from vitgraph.graphs.manager import EncoderCudaGraphManager
-from vitgraph.graphs.media import Media, MediaLoader, expand
-from vitgraph.graphs.outputs import check_output
+from vitgraph.graphs.media import Media
 
 
 @dataclass(frozen=True)
@@ -32,52 +29,6 @@ class Result:
     seconds: float
 
 
-def encode_files(args: argparse.Namespace, console: Console, errors: Console) -> int:
-    """Run the command; returns its exit status."""
-    if args.batch_size < 1:
-        raise ValueError(f"--batch-size {args.batch_size} must be at least 1")
-    paths = list(expand(args.paths, args.frames))
-    if not paths:
-        raise ValueError("nothing to encode: name files or folders")
-    check_output("--output", args.output, paths)
-    if args.output and args.output.suffix != ".safetensors":
-        raise ValueError(f"--output {args.output}: the file ends in .safetensors")
-    check_output("--record", args.record, [*paths, *filter(None, [args.output])])
-    manager = build_manager(args, console)
-    if args.record:
-        manager.record_run()
-    loader = MediaLoader(args.model, args.max_pixels)
-    results: list[Result] = []
-    failed = 0
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("encoding", total=len(paths))
-        for start in range(0, len(paths), args.batch_size):
-            batch: list[Media] = []
-            for path in paths[start : start + args.batch_size]:
-                try:
-                    batch.append(loader.load(path))
-                except ValueError as error:
-                    if not args.keep_going:
-                        raise
-                    failed += 1
-                    errors.print(f"skipped {error}", style="yellow", markup=False, soft_wrap=True)
-            for result in run(manager, batch):
-                # Only what is shown and written is kept, and that not on the GPU.
-                media = replace(result.media, pixel_values=torch.empty(0))
-                results.append(replace(result, media=media, embeddings=result.embeddings.cpu()))
-            progress.advance(task, min(args.batch_size, len(paths) - start))
-    console.print(table(results, graphs=manager.device.type == "cuda"))
-    console.print(summary(manager))
-    if args.output and results:
-        write(args.output, results)
-        console.print(f"wrote {args.output}", markup=False)
-    if args.record:
-        manager.run.save(args.record)
-    if failed:
-        errors.print(f"{failed} of {len(paths)} files could not be read", style="yellow")
-    return 1 if failed else 0
-
-
 def choose(args: argparse.Namespace) -> tuple[torch.device, torch.dtype, str]:
     """Device, dtype and geometry: as asked for, or what suits the machine."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -89,7 +40,18 @@ def choose(args: argparse.Namespace) -> tuple[torch.device, torch.dtype, str]:
     if on_gpu and (torch.device(device).index or 0) >= (count := torch.cuda.device_count()):
         raise ValueError(f"--device {device}: torch sees {count} GPUs")
     dtype = getattr(torch, args.dtype or ("bfloat16" if on_gpu else "float32"))
-    return torch.device(device), dtype, args.geometry or ("8b" if on_gpu else "2b")
+    return (
+        torch.device(device),
+        dtype,
+        checked_geometry(args.geometry or ("8b" if on_gpu else "2b")),
+    )
+
+
+def checked_geometry(name: str) -> str:
+    """The name of a published geometry, or a ValueError."""
+    if name not in GEOMETRIES:
+        raise ValueError(f"--geometry {name} is none of {', '.join(GEOMETRIES)}")
+    return name
 
 
 def build_encoder(args: argparse.Namespace, console: Console) -> Qwen3VLVisionEncoder:
@@ -104,11 +66,13 @@ def build_encoder(args: argparse.Namespace, console: Console) -> Qwen3VLVisionEn
     return Qwen3VLVisionEncoder.random(GEOMETRIES[geometry], **options)
 
 
-def build_manager(args: argparse.Namespace, console: Console) -> EncoderCudaGraphManager:
+def build_manager(
+    args: argparse.Namespace, console: Console, *, profile: bool = True
+) -> EncoderCudaGraphManager:
     """An encoder and its captured manager."""
     config = CompilationConfig.from_json(args.compilation_config)
     encoder = build_encoder(args, console)
-    manager = EncoderCudaGraphManager(encoder, config, profile=True)
+    manager = EncoderCudaGraphManager(encoder, config, profile=profile)
     with console.status("capturing graphs"):
         manager.capture()
     return manager
@@ -127,7 +91,8 @@ def run(manager: EncoderCudaGraphManager, batch: Sequence[Media]) -> list[Result
                 grid_key: [batch[i].grid for i in chosen],
             }
         )
-        for pack, seconds in zip(manager.last_plan, manager.last_seconds, strict=True):
+        times = manager.last_seconds or [0.0] * len(manager.last_plan)
+        for pack, seconds in zip(manager.last_plan, times, strict=True):
             fill = pack.tokens / pack.budget if pack.budget else 0.0
             for position in pack.indices:
                 index = chosen[position]
@@ -169,27 +134,3 @@ def summary(manager: EncoderCudaGraphManager) -> str:
 
 def _items(count: int) -> str:
     return f"{count} item{'s' * (count != 1)}"
-
-
-def write(path: Path, results: Sequence[Result]) -> None:
-    """Write one tensor an item, named after its file."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    tensors: dict[str, Tensor] = {}
-    grids: dict[str, str] = {}
-    for result in results:
-        own = result.media.name.encode(errors="replace").decode()
-        name, copies = own, 1
-        while name in tensors or name == "__metadata__":  # which safetensors keeps for itself
-            copies += 1
-            name = f"{own}#{copies}"
-        tensors[name] = result.embeddings.contiguous()
-        grids[name] = "x".join(map(str, result.media.grid))
-    path.touch()  # with the permissions that files get here; safetensors' own are 0600
-    mode = path.stat().st_mode
-    try:
-        save_file(tensors, path, metadata=grids)
-    except SafetensorError as error:  # a full disk, say
-        raise ValueError(f"--output {path}: {error}") from None
-    path.chmod(mode)

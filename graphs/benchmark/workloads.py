@@ -18,7 +18,7 @@ from torch import Tensor
 from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
 from vitgraph.encoder.cudagraph import KEYS
 from vitgraph.encoder.inputs import Grid, check_grids
-from vitgraph.graphs.media import IMAGE_SUFFIXES
+from vitgraph.graphs.files import is_picture
 
 BUDGETS, MAX_ITEMS = (128, 256, 512, 1024, 2048, 4096, 6144), 32
 SERVING_BUDGETS, SERVING_ITEMS = (512, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 4864), 8
@@ -131,7 +131,7 @@ def load_sizes(path: Path) -> list[Grid]:
     try:
         if path.is_dir():
             files = sorted(path.rglob("*"))
-            images = [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
+            images = [file for file in files if is_picture(file)]
             rows: list = [_image_size(file) for file in images]
         elif path.suffix == ".csv":
             lines = csv.reader(path.read_text(encoding="utf-8-sig").splitlines())
