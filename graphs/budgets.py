@@ -161,7 +161,7 @@ def load_histogram(path: str | Path) -> dict[int, float]:
         entries = json.loads(Path(path).read_text())
     except OSError as error:
         raise ValueError(f"histogram {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"histogram {path} is not JSON: {error}") from None
     if not isinstance(entries, dict):
         raise ValueError(f"histogram {path} must be a JSON object of tokens and weights")

@@ -95,7 +95,8 @@ class EncoderCudaGraphManager:
                 f"{list(self._requested.budgets)}"
             )
         self.limits = self._requested
-        self.statistics = Statistics(self.limits.budgets, log_interval)
+        on_gpu = self.device.type == "cuda"
+        self.statistics = Statistics(self.limits.budgets, log_interval, graphs=on_gpu)
         self.profile = profile
         self.debug = debug
         self.last_plan: list[Pack] = []

@@ -9,6 +9,7 @@ from rich.table import Table
 from vitgraph.encoder import GEOMETRIES, VisionConfig
 from vitgraph.encoder.precompile import precompile
 from vitgraph.graphs.config import powers_of_two
+from vitgraph.graphs.encode import checked_geometry
 from vitgraph.kernels.offline import ARCHITECTURES
 
 
@@ -22,7 +23,10 @@ def precompile_command(args: argparse.Namespace, console: Console) -> int:
         raise ValueError("TRITON_INTERPRET is set: interpreted kernels do not compile")
     if args.budgets and min(args.budgets) < 1:
         raise ValueError(f"--budgets {min(args.budgets)} must be at least 1")
-    config = VisionConfig.from_pretrained(args.model) if args.model else GEOMETRIES[args.geometry]
+    if args.model:
+        config = VisionConfig.from_pretrained(args.model)
+    else:
+        config = GEOMETRIES[checked_geometry(args.geometry)]
     budgets = args.budgets or powers_of_two(64, 8192)
     with console.status(f"compiling for {args.arch}"):
         kernels = precompile(config, args.arch, budgets, dtype=getattr(torch, args.dtype))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitgraph.encoder import Qwen3VLVisionEncoder
+from vitgraph.graphs.benchmark.limits import OutOfTime, time_limit
 from vitgraph.graphs.benchmark.workloads import BUDGETS, MAX_ITEMS, Batch, make_batch
 from vitgraph.graphs.config import CompilationConfig
 from vitgraph.graphs.data_parallel import DataParallelEncoder
@@ -78,8 +79,13 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def build(setup: Setup, families: Sequence[str]) -> tuple[list[System], dict[str, str]]:
+def build(
+    setup: Setup, families: Sequence[str], deadline: float = float("inf")
+) -> tuple[list[System], dict[str, str]]:
     """Make and try what is asked for; families are keys of `FAMILIES`.
+
+    Args:
+        deadline: of `time.monotonic`; what is not there by then is missing.
 
     Returns:
         What works here, and why the rest does not, by name.
@@ -90,12 +96,15 @@ def build(setup: Setup, families: Sequence[str]) -> tuple[list[System], dict[str
     for family in families:
         for name, make in FAMILIES[family](setup).items():
             try:
-                made = make()
-                for system in made:
-                    if not system.compiles:
-                        system.encode(batch)
-                synchronize(setup.encoder.device)
+                with time_limit(deadline - time.monotonic()):
+                    made = make()
+                    for system in made:
+                        if not system.compiles:
+                            system.encode(batch)
+                    synchronize(setup.encoder.device)
                 systems += made
+            except OutOfTime:
+                missing[name] = "no time left to build it"
             except Exception as error:  # another project's: whatever it is, the others still run
                 missing[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
     return systems, missing
