@@ -44,4 +44,4 @@ def test_wheel_contents(tmp_path) -> None:
     bench = "graphs/benchmark/systems.py"
     for name in ("kernels/layout.py", "encoder/py.typed", "graphs/photos/cat.jpg", plugin, bench):
         assert f"vitgraph/{name}" in names
-    assert "vitgraph/__init__.py" not in names
+    assert {"vitgraph/__init__.py", "vitgraph/__main__.py"} <= set(names)
