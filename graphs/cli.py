@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         "--preprocess",
         choices=["cpu", "gpu"],
         default="cpu",
-        help="where images are resized (gpu: bytes differ by one level at most; default: cpu)",
+        help="where images are resized (default: cpu; gpu: off by two levels of 255 at most)",
     )
     encode.add_argument(
         "--workers", type=int, default=None, help="processes that read files (default: up to 16)"

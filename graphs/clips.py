@@ -65,6 +65,7 @@ def animation(path: Path) -> Clip | None:
             frames, seconds = image.n_frames, 0.0
             for frame in range(frames):
                 image.seek(frame)
+                image.load()  # WebP tells a frame's time no sooner
                 seconds += (image.info.get("duration") or 0) / 1000 or _UNTOLD_SECONDS
         except PICTURE_ERRORS as error:
             raise ValueError(f"{path}: {error}") from None

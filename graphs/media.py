@@ -56,7 +56,7 @@ class MediaLoader:
             `num_frames`, `max_frames`, `cap_pixels_per_frame`, `image_mean`, `size`, ...;
             `min_pixels` and `max_pixels` of a video count all its frames.
         device: where pictures are resized and cut into patches; floats come out there. A CPU's
-            bytes are the processor's own, a GPU's differ by one level of 255 at most.
+            bytes are the processor's own, a GPU's differ by two levels of 255 at most.
 
     Raises:
         ValueError: a setting that does not exist or cannot be, by name.

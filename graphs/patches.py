@@ -1,7 +1,7 @@
 """Pictures to patches in torch, on any device: what transformers' processors do with torchvision.
 
 On a CPU the resized bytes are theirs exactly. On a GPU torch resizes in floats: each direction is
-rounded to bytes as on the CPU, and a value differs by one level of 255 at most.
+rounded to bytes as on the CPU, and a value differs by two levels of 255 at most.
 """
 
 import torch
@@ -19,15 +19,20 @@ def resize(picture: Tensor, size: tuple[int, int], mode: str) -> Tensor:
     """
     if tuple(picture.shape[-2:]) == size:
         return picture
-    picture = picture[None]
+    pictures = picture[None]
     if mode == "nearest":
-        return interpolate(picture, size, mode=mode)[0]
+        return interpolate(pictures, size, mode=mode)[0]
     if picture.device.type == "cpu":
-        return interpolate(picture, size, mode=mode, antialias=True)[0]
-    for step in ((picture.shape[-2], size[1]), size):
-        picture = interpolate(picture.float(), step, mode=mode, antialias=True)
-        picture = picture.round_().clamp_(0, 255).to(torch.uint8)
-    return picture[0]
+        return interpolate(pictures, size, mode=mode, antialias=True)[0]
+    return resize_in_floats(pictures, size, mode)[0]
+
+
+def resize_in_floats(pictures: Tensor, size: tuple[int, int], mode: str) -> Tensor:
+    """uint8 [N, 3, H, W] resampled where torch cannot do it in bytes: columns, then rows."""
+    for step in ((pictures.shape[-2], size[1]), size):
+        pictures = interpolate(pictures.float(), step, mode=mode, antialias=True)
+        pictures = pictures.round_().clamp_(0, 255).to(torch.uint8)
+    return pictures
 
 
 def to_patches(pair: Tensor, settings: ImageSettings) -> Tensor:
