@@ -60,11 +60,11 @@ class Checkpoint:
     def json(self, filename: str) -> dict[str, Any] | None:
         """The object in a JSON file; None where there is no such file."""
         try:
-            path = self.fetch(filename)
+            text = self.fetch(filename).read_bytes()
         except FileNotFoundError:
             return None
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.name}: {filename} is no JSON: {error}") from None
         if not isinstance(content, dict):

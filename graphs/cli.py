@@ -96,6 +96,9 @@ def _parser() -> argparse.ArgumentParser:
         "run wrote there is not encoded again",
     )
     encode.add_argument(
+        "--shard-size", type=float, default=256, metavar="MIB", help="of a shard (default: 256)"
+    )
+    encode.add_argument(
         "--overwrite", action="store_true", help="replace what --output already holds"
     )
     encode.add_argument(

@@ -31,16 +31,15 @@ REPORT_SECONDS = 30  # between lines of progress, where there is no terminal for
 
 def encode_files(args: argparse.Namespace, console: Console, errors: Console) -> int:
     """Run the command; returns its exit status."""
-    for option in ("batch_size", "workers"):
-        value, least = getattr(args, option), int(option == "batch_size")
-        if value is not None and value < least:
-            raise ValueError(f"--{option.replace('_', '-')} {value} must be at least {least}")
+    _check_numbers(args)
     found = find(named(args.paths), args.frames, recursive=args.recursive)
     if not found.files:
         raise ValueError("nothing to encode: name files or folders")
     _check_outputs(args, found.files)
     files = dict(zip(unique_names(map(str, found.files)), found.files, strict=True))
     device, dtype, geometry = choose(args)
+    if args.preprocess == "gpu" and device.type == "cpu":
+        raise ValueError("--preprocess gpu: the encoder runs on the CPU")
     loader = MediaLoader(
         args.model,
         args.max_pixels,
@@ -51,7 +50,10 @@ def encode_files(args: argparse.Namespace, console: Console, errors: Console) ->
     writer = None
     if args.output:
         made = _how(args, loader, geometry, dtype)
-        writer = EmbeddingWriter(args.output, made, files, overwrite=args.overwrite)
+        size = args.shard_size * 2**20
+        writer = EmbeddingWriter(
+            args.output, made, files, overwrite=args.overwrite, shard_bytes=size
+        )
         if writer.done:
             console.print(f"{len(writer.done)} of {len(files)} are in {args.output}", markup=False)
             files = {name: path for name, path in files.items() if name not in writer.done}
@@ -204,6 +206,13 @@ class Job:
 
         with bar:
             yield advance
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    for option, least in (("batch_size", 1), ("workers", 0), ("shard_size", 0)):
+        value = getattr(args, option)
+        if value is not None and not value >= least:
+            raise ValueError(f"--{option.replace('_', '-')} {value} must be at least {least}")
 
 
 def _check_outputs(args: argparse.Namespace, files: Iterable[Path]) -> None:

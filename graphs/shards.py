@@ -63,7 +63,7 @@ class EmbeddingWriter:
         names: Iterable[str],
         *,
         overwrite: bool = False,
-        shard_bytes: int = SHARD_BYTES,
+        shard_bytes: float = SHARD_BYTES,
     ) -> None:
         self.path = path
         self.single = path.suffix == ".safetensors"

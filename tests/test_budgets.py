@@ -109,6 +109,7 @@ def test_histogram_file(tmp_path_factory, histogram) -> None:
     ("text", "message"),
     [
         ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ("[1]", "must be a JSON object"),
         ('{"a": 1}', "'a': 1"),
         ('{"0": 1}', "'0': 1"),

@@ -89,6 +89,8 @@ def bench_encoder(args: argparse.Namespace, console: Console) -> int:
         if skipped := [s.name for s in systems if s.name not in row["systems"]]:
             why = f"no time left; first calls took {compiling:.0f} s"
             not_run.append(f"{', '.join(skipped)} of {name} ({why})")
+        if not row["systems"]:
+            continue
         on_gpu = device.type == "cuda"  # matmuls of another size are faster on a CPU
         row["floor_ms"] = 1e3 * flops(encoder.config, grids) / rate if on_gpu else None
         result["workloads"][name] = row
