@@ -107,6 +107,7 @@ def _read_video(path: Path, indices: Sequence[int]) -> Frames:
 
     wanted = iter(indices)
     index = next(wanted, None)
+    rotation, matrix = None, None
     try:
         with av.open(str(path)) as container:
             for position, frame in enumerate(container.decode(container.streams.video[0])):
@@ -114,7 +115,11 @@ def _read_video(path: Path, indices: Sequence[int]) -> Frames:
                     return
                 if position != index:
                     continue
-                pixels = _turned(frame.to_ndarray(format="rgb24"), _display_matrix(frame))
+                # The matrix comes with a reference cycle that keeps a frame until the next garbage
+                # collection; it is read again only where the angle has changed.
+                if frame.rotation != rotation:
+                    rotation, matrix = frame.rotation, _display_matrix(frame)
+                pixels = _turned(frame.to_ndarray(format="rgb24"), matrix)
                 while index == position:  # more frames may be asked for than there are
                     yield pixels
                     index = next(wanted, None)

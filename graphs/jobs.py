@@ -130,7 +130,7 @@ class Job:
             for name, item in batch:
                 if not isinstance(item, Unreadable):
                     try:
-                        media.append(self.loader.finish(item, dtype))
+                        media.append(self.loader.finish(item, dtype, manager.device))
                         names.append(name)
                         continue
                     except ValueError as error:

@@ -123,11 +123,16 @@ class MediaLoader:
         picture = _picture(path)
         return self._patches(picture) if whole else picture
 
-    def finish(self, item: Media | Picture, dtype: torch.dtype = torch.float32) -> Media:
-        """The second half of `load`: floats on the loader's device."""
+    def finish(
+        self,
+        item: Media | Picture,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> Media:
+        """The second half of `load`: floats on a device, the loader's where none is named."""
         media = self._patches(item) if isinstance(item, Picture) else item
         settings = self.image_settings if media.modality == "image" else self.video_settings
-        patches = media.pixel_values.to(self.device)
+        patches = media.pixel_values.to(device or self.device)
         return replace(media, pixel_values=normalise(patches, settings, dtype))
 
     def _patches(self, picture: Picture) -> Media:

@@ -73,7 +73,8 @@ class EncodeFiles:
 
     def _read(self, path: Path) -> Media | str:
         try:
-            return self.loader.finish(self.loader.read(path), self.encoder.dtype)
+            item = self.loader.read(path)
+            return self.loader.finish(item, self.encoder.dtype, self.encoder.device)
         except ValueError as error:
             return str(error)
 

@@ -19,6 +19,7 @@ from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
 from vitgraph.encoder.cudagraph import KEYS
 from vitgraph.encoder.inputs import Grid, check_grids
 from vitgraph.graphs.files import is_picture
+from vitgraph.graphs.pictures import open_picture
 
 BUDGETS, MAX_ITEMS = (128, 256, 512, 1024, 2048, 4096, 6144), 32
 SERVING_BUDGETS, SERVING_ITEMS = (512, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 4864), 8
@@ -162,7 +163,7 @@ def _whole(value: Any) -> int:
 def _image_size(path: Path) -> tuple[int, int]:
     with warnings.catch_warnings():  # of large ones: only the header is read
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        with Image.open(path) as image:
+        with open_picture(path) as image:
             return image.size
 
 
