@@ -98,7 +98,8 @@ class Job:
         args, few = self.args, len(self.files) <= MOST_ROWS
         device, dtype, _ = choose(args)
         workers = default_workers(len(self.files), device) if args.workers is None else args.workers
-        items = read_all(self.loader, list(self.files.values()), workers)
+        paths, pin = list(self.files.values()), device.type == "cuda"
+        items = read_all(self.loader, paths, workers, pin=pin)
         manager = build_manager(args, self.console, profile=few)
         if args.record:
             manager.record_run()

@@ -5,7 +5,7 @@ ends in a bus error where a container has little of it.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,11 +49,25 @@ class _Files(Dataset):
             return Unreadable(path, f"{path}: too large for the memory")
 
 
-class _Sent(_Files):
-    """The same with arrays for tensors."""
+@dataclass(frozen=True)
+class _Parcel:
+    """An item on its way, with an array for its tensor."""
 
-    def __getitem__(self, index: int) -> Any:
-        return _tensors(super().__getitem__(index), torch.Tensor.numpy)
+    item: Any
+
+    def opened(self) -> Any:
+        return _converted(self.item, torch.as_tensor)
+
+    def pin_memory(self, device: str | None = None) -> "_Parcel":
+        """Called by the DataLoader's own thread, which also unpickles, beside the encoder."""
+        return _Parcel(_converted(self.item, lambda x: torch.as_tensor(x).pin_memory()))
+
+
+class _Sent(_Files):
+    """The same in parcels."""
+
+    def __getitem__(self, index: int) -> _Parcel:
+        return _Parcel(_converted(super().__getitem__(index), torch.Tensor.numpy))
 
 
 def default_workers(files: int, device: torch.device) -> int:
@@ -64,7 +78,7 @@ def default_workers(files: int, device: torch.device) -> int:
 
 
 def read_all(
-    loader: MediaLoader, paths: Sequence[Path], workers: int
+    loader: MediaLoader, paths: Sequence[Path], workers: int, *, pin: bool = False
 ) -> Iterator[Media | Picture | Unreadable]:
     """What the loader reads of each file, in their order, for `MediaLoader.finish`.
 
@@ -73,6 +87,7 @@ def read_all(
 
     Args:
         workers: processes; 0 reads in this one.
+        pin: receive them in a thread, in memory that a GPU copies from by itself.
 
     Raises:
         ValueError: a worker died.
@@ -83,8 +98,8 @@ def read_all(
     reader = MediaLoader.__new__(MediaLoader)
     reader.__dict__ |= vars(loader) | {"device": torch.device("cpu")}
     files = _Sent(reader, paths, whole)
-    options = {"num_workers": workers, "prefetch_factor": AHEAD, "batch_size": None}
-    return _received(iter(DataLoader(files, collate_fn=_as_it_is, **options)))
+    options = {"num_workers": workers, "prefetch_factor": AHEAD, "pin_memory": pin}
+    return _received(iter(DataLoader(files, None, collate_fn=_as_it_is, **options)))
 
 
 def _received(items: Iterator[Any]) -> Iterator[Media | Picture | Unreadable]:
@@ -95,14 +110,14 @@ def _received(items: Iterator[Any]) -> Iterator[Media | Picture | Unreadable]:
             return
         except RuntimeError as error:  # a worker that was killed, for its memory, say
             raise ValueError(f"reading files: {error}") from None
-        yield _tensors(item, torch.from_numpy)
+        yield item.opened()
 
 
 def _as_it_is(item: Any) -> Any:
     return item
 
 
-def _tensors(item: Any, convert: Any) -> Any:
+def _converted(item: Any, convert: Callable[[Any], Any]) -> Any:
     if isinstance(item, Media):
         return replace(item, pixel_values=convert(item.pixel_values))
     return replace(item, pixels=convert(item.pixels)) if isinstance(item, Picture) else item

@@ -132,12 +132,13 @@ class MediaLoader:
         """The second half of `load`: floats on a device, the loader's where none is named."""
         media = self._patches(item) if isinstance(item, Picture) else item
         settings = self.image_settings if media.modality == "image" else self.video_settings
-        patches = media.pixel_values.to(device or self.device)
+        patches = media.pixel_values
+        patches = patches.to(device or self.device, non_blocking=patches.is_pinned())
         return replace(media, pixel_values=normalise(patches, settings, dtype))
 
     def _patches(self, picture: Picture) -> Media:
         settings = self.image_settings
-        pixels = picture.pixels.to(self.device)
+        pixels = picture.pixels.to(self.device, non_blocking=picture.pixels.is_pinned())
         height, width = _named(picture.name, settings.target, *pixels.shape[:2])
         frame = resize(pixels.permute(2, 0, 1), (height, width), settings.mode)
         patches = to_patches(frame.expand(2, -1, -1, -1), settings)
