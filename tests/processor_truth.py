@@ -31,7 +31,7 @@ def stand_in() -> None:
         flat = interpolate(flat, tuple(size), mode=interpolation.value, antialias=antialias)
         return flat.reshape(*image.shape[:-2], *size)
 
-    def normalize(image, mean, std):
+    def normalize(image, mean, std, inplace=False):
         mean, std = (torch.as_tensor(values).view(-1, 1, 1) for values in (mean, std))
         return image.sub(mean).div_(std)
 
