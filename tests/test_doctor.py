@@ -11,7 +11,7 @@ from rich.console import Console
 
 from vitgraph.encoder.attention import backends
 from vitgraph.encoder.attention.trial import LEAKS, Capability
-from vitgraph.graphs.cli.main import doctor
+from vitgraph.graphs.cli import doctor
 from vitgraph.graphs.vllm_plugin import metrics, report
 from vitgraph.kernels import launch
 
