@@ -1,1 +1,1 @@
-"""`vitgraph bench`: the encoder against others, in one process, on the same weights and inputs."""
+"""Benchmarks of kernels, of the encoder and of engines; `vitgraph bench` runs some of them."""

@@ -1,4 +1,4 @@
-"""What a measurement leaves behind: statistics and tables for the terminal and Markdown."""
+"""Statistics and tables of a measurement, for the terminal and Markdown."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""One engine of vLLM alone on a GPU that several share: the others stand still (SIGSTOP).
+"""One engine of vLLM alone on a GPU that several share: the others are stopped (SIGSTOP).
 
 The process groups of a GPU are files in a folder, named by their numbers; the file `alone` is
 locked by the engine that is alone and holds its number.
@@ -18,7 +18,7 @@ QUIET_SECONDS, QUIET_LAUNCHES, LONGEST_QUIET_LAUNCH = 30, 200, 3e-4
 
 @contextlib.contextmanager
 def alone(output: str) -> Iterator[None]:
-    """In the engine's process: the other engines of its GPU stand still in here."""
+    """In the engine's process: the other engines of its GPU are stopped in here."""
     groups = groups_of(output)
     mine = os.getpgid(0)
     with (groups / "alone").open("r+") as stream:

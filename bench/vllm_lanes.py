@@ -2,8 +2,8 @@
 
 Shared by the vllm_*.py scripts. A script starts itself with `--engine SPEC` for every engine; the
 process writes its result to the file that SPEC names, piece by piece, so what an engine measured
-before it failed or ran out of time is kept. Most of an engine's minute is spent on coming up, so
-engines share a GPU, and those that do stand still (SIGSTOP) while one of them is timed.
+before it failed or ran out of time is kept. Most of an engine's minute is spent on starting, so
+engines share a GPU, and those that do are stopped (SIGSTOP) while one of them is timed.
 """
 
 import contextlib
@@ -203,7 +203,7 @@ def run_lanes(
                 thread.start()
             for thread in threads:
                 thread.join()
-        except KeyboardInterrupt:  # engines have sessions of their own, some stand still
+        except KeyboardInterrupt:  # engines have sessions of their own, some are stopped
             waiting.clear()
             stop.set()
             for thread in threads:

@@ -7,7 +7,7 @@ of vllm_mm_processor.py: 20 images of 336x336, and one image of 256x256 or 1280x
 a server does besides encoding: images are decoded and resized on the host, the prompt is read by
 the language model, of which the dummy checkpoint has few layers. Budgets and items are those of
 vLLM's published experiment. The servers come up side by side; while one is measured the others
-stand still. JSON, and Markdown beside it.
+are stopped. JSON, and Markdown beside it.
 """
 
 import argparse

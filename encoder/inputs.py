@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,14 @@ PLAIN = [int, int, int]
 
 
 class Grids(list[Grid]):
-    """Grids that have been checked: a list of (t, h, w) in patches, one an item."""
+    """Grids that have been checked: a list of (t, h, w) in patches, one an item, never changed."""
 
-    @property
+    @cached_property
     def num_patches(self) -> list[int]:
         """Patches of each item."""
         return [t * h * w for t, h, w in self]
 
-    @property
+    @cached_property
     def seqlens(self) -> tuple[int, ...]:
         """Length of every sequence: h*w, once a frame."""
         return tuple(h * w for t, h, w in self for _ in range(t))

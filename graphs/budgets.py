@@ -28,7 +28,7 @@ def resolve_budgets(
     """The budgets that a configuration names.
 
     Args:
-        budgets: capacities, "powers_of_two" (also what no capacities stand for), "ladder" (four
+        budgets: capacities, "powers_of_two" (also the default), "ladder" (four
             steps an octave) or, say, "ladder:8".
         budget_range: smallest and largest worth capturing.
         max_items: of a replay; no budget of a named choice is below it.

@@ -126,7 +126,7 @@ class DataParallelEncoder:
         if len(indices) < num_items:
             mm_kwargs = self.model.select_encoder_cudagraph_items(mm_kwargs, indices)
         if isinstance(self.encoder, EncoderCudaGraphManager):
-            return self.encoder.encode(mm_kwargs, borrow=self.world > 1)[0]
+            return self.encoder.encode(mm_kwargs)[0]
         return self.model.encoder_eager_forward(mm_kwargs)
 
     def _gather(

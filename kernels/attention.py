@@ -103,7 +103,7 @@ def _attend(
     correction = tl.exp2(row_max - new_max)
     row_sum = row_sum * correction + tl.sum(weights, 1)
 
-    # A weight of zero does not silence a NaN: v is zero past the end, not merely unweighted.
+    # 0 * NaN is NaN: v is zero past the end, not merely unweighted.
     v = _load_rows(head_ptr, 2, first_key, end, 0, BLOCK_N, HEAD, HEADS, HEAD_DIM)
     weights = weights.to(v.dtype)
     acc = tl.dot(weights, v, acc * correction[:, None], input_precision="ieee")

@@ -40,7 +40,7 @@ class AttentionSchedule:
             first query row, first key, end of the keys, end of the sequence, head, number of the
             part, parts of the item (1: not split), unused.
         state: int32 [2 + counters]; number of units, then counters, which are zero between
-            launches: of units drawn (whoever draws the last one puts it back), of parts done.
+            launches: of units drawn (the program that draws the last one resets it), of parts done.
         partials: float32 workspace of the parts, or None where nothing is ever split.
     """
 

@@ -42,7 +42,7 @@ def linear_reference(
         out: where to store, [P, N] with unit stride in the last dimension; may be `residual`
             itself.
         normalization: of uint8 patches; the normalised value is rounded to the dtype of `weight`.
-        provider: which kernel; without meaning here.
+        provider: ignored here.
 
     Returns:
         `out`, or a new tensor [P, N].

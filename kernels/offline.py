@@ -1,4 +1,4 @@
-"""Compile kernels for a GPU that is not there.
+"""Compile kernels for a GPU that is not installed.
 
     with compiling_for("sm_90") as compiled:
         layer_norm(x, weight, bias)  # tensors on the CPU; compiles, launches nothing

@@ -69,7 +69,7 @@ def test_encoder_times() -> None:
     workloads = result("encoder")["workloads"]
     rows = table("| workload (patch grids)")
     assert [row[0] for row in rows] == list(workloads)
-    for name, tokens, eager, graph, *vllm, transformers, compiled, floor in rows:
+    for name, tokens, eager, graph, *vllm, transformers, floor in rows:
         measured, systems = workloads[name], workloads[name]["systems"]
         assert tokens == str(measured["tokens"])
         assert eager == f"{measured['eager_ms']:.1f}"
@@ -80,9 +80,35 @@ def test_encoder_times() -> None:
             timed = "-" if theirs.get("wrong") else "{p50_ms:.2f} ({ratio:.2f}x)".format(**theirs)
             assert cell == timed
         assert transformers == f"{systems['transformers eager']['p50_ms']:.1f}"
-        theirs = systems.get("transformers compile")  # until its time for compiling was used up
-        assert compiled == ("-" if theirs is None else f"{theirs['p50_ms']:.1f}")
         assert floor == f"{measured['floor_ms']:.2f}"
+
+
+def test_portable_times() -> None:
+    workloads = result("portable")["workloads"]
+    rows = table("| portable kernels")
+    assert [row[0] for row in rows] == list(workloads)
+    for name, tokens, graph, *vllm in rows:
+        measured = workloads[name]
+        assert (tokens, graph) == (str(measured["tokens"]), f"{measured['graph_ms']:.2f}")
+        for cell, mode in zip(vllm, ("eager", "graph"), strict=True):
+            theirs = measured["systems"][f"vllm FLASH_ATTN {mode}"]
+            assert cell == "{p50_ms:.2f} ({ratio:.2f}x)".format(**theirs)
+
+
+def test_triton_releases() -> None:
+    runs = {run["triton"]: run["workloads"] for run in result("releases")["runs"][:4]}
+    rows = table("| our graph under triton")
+    for name, *cells in rows:
+        measured = [run.get(name, {}).get("graph_ms") for run in runs.values()]
+        assert cells == ["-" if ms is None else f"{ms:.2f}" for ms in measured]
+    assert list(runs) == ["3.6.0", "3.7.1", "3.8.0", "3.9.0"]
+
+
+def test_ptxas() -> None:
+    found = result("ptxas")
+    assert found["same_bits"] and list(found["results"]) == ["12.8", "12.9", "13.4"]
+    batches = found["rounds"] * len(found["results"]["12.8"]["variants"])
+    assert says(BENCH, f"the same bits in {batches} random batches")
 
 
 def test_engine() -> None:

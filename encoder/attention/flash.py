@@ -33,7 +33,7 @@ class Provider:
     Attributes:
         name: what pip installs.
         module: what must be importable.
-        load: imports it; raises what it raises.
+        load: imports it; its exceptions propagate.
     """
 
     name: str
@@ -185,7 +185,7 @@ def flash_attn(layout: Layout, heads: Heads) -> Attend:
 
 def is_installed(module: str) -> bool:
     """Whether a module can be found. Its parents are imported; where that fails for another reason
-    than their absence, loading will tell."""
+    than their absence, the import reports it."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError as error:

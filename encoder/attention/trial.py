@@ -1,4 +1,4 @@
-"""What an attention backend is told, and trying a library out before it is trusted.
+"""Inputs of an attention backend, and the check of a library before it is used.
 
 A library is called on a small pack with garbage around it, eagerly and from a captured graph whose
 offsets change between capture and replay. What it answers is compared with float32.

@@ -51,7 +51,7 @@ def doctor(console: Console) -> int:
 
 
 def attempt(find: Callable[[], Any]) -> str:
-    """An answer, or what kept it."""
+    """The result, or the error."""
     try:
         return str(find())
     except Exception as error:
@@ -114,7 +114,7 @@ def gluon(release: str) -> Literal["tested", "tried", "absent"]:
 
 
 def hopper() -> str:
-    """What this triton makes of the Hopper tier, with or without such a GPU."""
+    """Whether this triton has the Hopper tier tested, tried or not at all; needs no GPU."""
     import triton
 
     release = triton.__version__

@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         "precompile", help="fill Triton's cache for a GPU that is not here"
     )
     precompile.add_argument(
-        "--arch", default="sm_90", help="sm_80, sm_86, sm_89, sm_90 (default) or sm_100"
+        "--arch", default="sm_90", help="sm_80, 86, 89, 90 (default), 100 or 120, e.g. sm_90"
     )
     source = precompile.add_mutually_exclusive_group()
     source.add_argument("--geometry", default="8b", help="of the tower (default: 8b)")

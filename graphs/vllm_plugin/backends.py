@@ -1,4 +1,4 @@
-"""Which attention of ours stands for the one vLLM chose, by flag or by itself.
+"""Our attention backend for each of vLLM's.
 
 FLASH_ATTN   FlashAttention, vLLM's own build before any other
 FLASHINFER   FlashInfer; our kernel where it does not serve, which like it reads the lengths on the

@@ -1,4 +1,4 @@
-"""What the files of the plugin share: its log, what it replaces, the switch."""
+"""Logger, replaced classes and the VITGRAPH_DISABLE switch of the plugin."""
 
 import logging
 import os

@@ -1,1 +1,1 @@
-"""Parts of the Hopper kernels `attention_sm90` and `linear_sm90`."""
+"""The Hopper kernels, attention and linear, in Gluon."""

@@ -2,8 +2,8 @@
 
 The same work table as the portable kernel. One producer warp draws units of work and feeds shared
 memory by TMA; each consumer warpgroup owns ROWS query rows of the tile and computes both products
-with wgmma, float32 softmax in between. They meet at mbarriers only: `ready` is complete when bytes
-(or the message of a unit) have arrived, `empty` when every consumer has let go.
+with wgmma, float32 softmax in between. They synchronise through mbarriers only: `ready` completes
+when bytes (or the message of a unit) have arrived, `empty` when every consumer has released it.
 
 A unit may be a part of an item, a range of its keys; the last part to finish joins them all.
 """
@@ -15,10 +15,7 @@ import torch
 import triton.experimental.gluon.language as gl
 from torch import Tensor
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vitgraph.kernels.launch import hopper_tier_unavailable
@@ -52,7 +49,7 @@ def _copy(desc, tail_desc, plane, row, ready, buffer, tail_buffer, TAIL: gl.cons
 
 @gluon.jit
 def _field(message, index, layout: gl.constexpr):
-    """One number of a message that every thread holds whole."""
+    """One value of a message, of which every thread has a full copy."""
     return gl.sum(gl.where(gl.arange(0, 8, layout) == index, message, 0), 0)
 
 

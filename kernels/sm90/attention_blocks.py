@@ -21,7 +21,7 @@ from vitgraph.kernels.sm90.gluon_names import barrier
 
 @gluon.jit
 def _zero_past(buffer, valid):
-    """Zero the rows of a block of v from `valid` on: a weight of zero does not silence a NaN.
+    """Zero the rows of a block of v from `valid` on: 0 * NaN is NaN.
 
     Every consumer does this to the shared block; all write the same bytes.
     """
@@ -53,7 +53,7 @@ def _await_last_v(sizes, shared, block, valid):
 
 @gluon.jit
 def release(sizes, shared, block):
-    """Let go of k of `block` and v of the block before.
+    """Release k of `block` and v of the block before.
 
     All warps of the warpgroup meet here and again at the next wait: with a release right before a
     wait, they meet once a block.

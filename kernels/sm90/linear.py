@@ -191,7 +191,7 @@ def linear_sm90_kernel(
     stages = (x_smem, weight_smem, tail_smem, ready, empty)
     outputs = (bias_ptr, residual_desc, out_ptr, out_stride, out_desc)
     barriers = (residual_ready, sums_barrier)
-    # Written out, as constants in a tuple that has a name turn into tensors.
+    # Inlined: Gluon turns constexprs in a named tuple into tensors.
     gl.warp_specialize([
         (_consume, (0, stages, staging, barriers, outputs, num_rows, N, K, ACTIVATION)),
         (_consume, (1, stages, staging, barriers, outputs, num_rows, N, K, ACTIVATION)),

@@ -1,7 +1,7 @@
 """Trying the Hopper kernels under a release of Triton that they were not tested with.
 
 In a process of its own (`python -m vitgraph.kernels.sm90.trial_cases`): a kernel that hangs or
-writes where it should not takes nobody else along. Whoever asks first waits.
+writes out of bounds does not harm the caller. The first caller waits for the result.
 """
 
 import functools
