@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 
-from vitgraph.graphs import pictures
+from vitgraph.graphs.media import pictures
 from vitgraph.graphs.media.loader import Media, MediaLoader
 
 PHOTOS = Path(__file__).parents[1] / "graphs" / "cli" / "photos"
@@ -177,7 +177,7 @@ def test_a_video_whose_frames_change_their_size(loader, tmp_path) -> None:
 
 def test_a_header_that_promises_more_frames(loader, tmp_path, monkeypatch) -> None:
     """A recording that was cut off: what is there is sampled, evenly."""
-    from vitgraph.graphs import clips
+    from vitgraph.graphs.media import clips
 
     path = write_video(tmp_path / "clip.avi", brighter(32))
     data = bytearray(path.read_bytes())

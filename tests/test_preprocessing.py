@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
-from vitgraph.graphs import patches
+from vitgraph.graphs.media import patches
 from vitgraph.graphs.media.clips import Clip
 from vitgraph.graphs.media.loader import MediaLoader, Picture
 from vitgraph.graphs.media.settings import VideoSettings

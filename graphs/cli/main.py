@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands, tower)
 
     doctor = commands.add_parser("doctor", help="what is installed and what works here")
-    doctor.set_defaults(run=lambda _: _doctor())
+    doctor.set_defaults(run=_doctor)
     return parser
 
 

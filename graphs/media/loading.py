@@ -5,6 +5,8 @@ ends in a bus error where a container has little of it.
 """
 
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,7 +101,13 @@ def read_all(
     reader.__dict__ |= vars(loader) | {"device": torch.device("cpu")}
     files = _Sent(reader, paths, whole)
     options = {"num_workers": workers, "prefetch_factor": AHEAD, "pin_memory": pin}
-    return _received(iter(DataLoader(files, None, collate_fn=_as_it_is, **options)))
+    loaded = DataLoader(files, None, collate_fn=_as_it_is, **options)
+    # DataLoader's own handler would raise wherever the caller is when a worker dies.
+    handler = signal.getsignal(signal.SIGCHLD)
+    items = iter(loaded)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL if handler is None else handler)
+    return _received(items)
 
 
 def _received(items: Iterator[Any]) -> Iterator[Media | Picture | Unreadable]:
