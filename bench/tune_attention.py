@@ -27,7 +27,8 @@ from rich.table import Table
 from torch import Tensor
 from tuning import compile_all, microseconds
 
-from vitgraph.bench.options import output_file, require
+from vitgraph.bench.options import require
+from vitgraph.bench.outputs import output_file
 from vitgraph.kernels.attention import attention, attention_reference
 from vitgraph.kernels.attention_config import AttentionConfig, portable_config
 from vitgraph.kernels.attention_schedule import attention_schedule
