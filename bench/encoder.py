@@ -14,6 +14,7 @@ from torch import Tensor
 from vitgraph.bench import report
 from vitgraph.bench.exactness import relative_error
 from vitgraph.bench.families import build
+from vitgraph.bench.limits import OutOfTime, time_limit
 from vitgraph.bench.options import check_options, choose, use
 from vitgraph.bench.pictures import encoder_picture
 from vitgraph.bench.systems import TOLERANCE, Setup, System, baseline_of, require, rows, synchronize
@@ -45,7 +46,7 @@ def bench_encoder(args: argparse.Namespace, console: Console) -> int:
     encoder = Qwen3VLVisionEncoder.random(GEOMETRIES[geometry], device=device, dtype=dtype)
     setup = Setup(encoder, attention=tuple(args.attention), backends=tuple(args.backends))
     with console.status("building and capturing"):
-        systems, missing = build(setup, args.systems)
+        systems, missing = build(setup, args.systems, started + args.seconds)
         rate = matmul_rate(device)
     require(systems, missing)
     result: dict[str, Any] = report.header(device) | {
@@ -74,10 +75,14 @@ def bench_encoder(args: argparse.Namespace, console: Console) -> int:
             turns=args.repeats,
             seconds=args.workload_seconds,
             may_compile=compiling < min(COMPILE_SECONDS, args.seconds / 4),
+            deadline=started + args.seconds,
         )
         compiling += took
         if skipped := [s.name for s in systems if s.name not in row["systems"]]:
-            not_run.append(f"{skipped[0]} of {name} (first calls took {compiling:.0f} s already)")
+            why = f"no time left; first calls took {compiling:.0f} s"
+            not_run.append(f"{', '.join(skipped)} of {name} ({why})")
+        if not row["systems"]:
+            continue
         on_gpu = device.type == "cuda"  # matmuls of another size are faster on a CPU
         row["floor_ms"] = 1e3 * flops(encoder.config, grids) / rate if on_gpu else None
         result["workloads"][name] = row
@@ -114,8 +119,12 @@ def measure(
     turns: int,
     seconds: float,
     may_compile: bool = True,
+    deadline: float = float("inf"),
 ) -> tuple[dict[str, Any], float]:
     """One workload.
+
+    Args:
+        deadline: of `time.monotonic`; a system that has not answered by then is left out.
 
     Returns:
         The row of the report, and the seconds that compiling took.
@@ -129,8 +138,12 @@ def measure(
             continue
         started = time.perf_counter()
         try:
-            output = rows(system.encode(batch))
-            synchronize(device)
+            with time_limit(deadline - time.monotonic()):
+                output = rows(system.encode(batch))
+                synchronize(device)
+        except OutOfTime:
+            compiling += time.perf_counter() - started if system.compiles else 0.0
+            continue
         except Exception as failure:  # out of memory, say: the others still run
             found[system.name] = {"error": None, "wrong": True, "failed": str(failure)[:300]}
             continue
@@ -142,8 +155,11 @@ def measure(
         found[system.name] = {"first_call_s": first, "error": error, "wrong": wrong}
         compiling += first if system.compiles else 0.0
     timed = [s for s in systems if s.name in found and not found[s.name]["wrong"]]
-    time_in_turns(timed, [batch] * WARM_UP, device)
-    times = time_in_turns(timed, [batch] * turns, device, seconds=seconds)
+    left = deadline - time.monotonic()
+    time_in_turns(timed, [batch] * WARM_UP, device, seconds=left / 4, least=1)
+    left = deadline - time.monotonic()
+    least = 5 if seconds < left else 1
+    times = time_in_turns(timed, [batch] * turns, device, seconds=min(seconds, left), least=least)
     for system in timed:
         one, samples = found[system.name], times[system.name]
         one |= report.summarise(samples.total)

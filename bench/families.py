@@ -1,5 +1,6 @@
 """The systems of `vitgraph bench`, by family: ours, vLLM's tower, transformers'."""
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitgraph.bench.limits import OutOfTime, time_limit
 from vitgraph.bench.systems import Setup, System, copy_weights, measure_capture, synchronize
 from vitgraph.bench.workloads import Batch, make_batch
 from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
@@ -15,8 +17,13 @@ from vitgraph.graphs.data_parallel import DataParallelEncoder
 from vitgraph.graphs.manager import EncoderCudaGraphManager
 
 
-def build(setup: Setup, families: Sequence[str]) -> tuple[list[System], dict[str, str]]:
+def build(
+    setup: Setup, families: Sequence[str], deadline: float = float("inf")
+) -> tuple[list[System], dict[str, str]]:
     """Make and try what is asked for; families are keys of `FAMILIES`.
+
+    Args:
+        deadline: of `time.monotonic`; what is not there by then is missing.
 
     Returns:
         What works here, and why the rest does not, by name.
@@ -27,12 +34,15 @@ def build(setup: Setup, families: Sequence[str]) -> tuple[list[System], dict[str
     for family in families:
         for name, make in FAMILIES[family](setup).items():
             try:
-                made = make()
-                for system in made:
-                    if not system.compiles:
-                        system.encode(batch)
-                synchronize(setup.encoder.device)
+                with time_limit(deadline - time.monotonic()):
+                    made = make()
+                    for system in made:
+                        if not system.compiles:
+                            system.encode(batch)
+                    synchronize(setup.encoder.device)
                 systems += made
+            except OutOfTime:
+                missing[name] = "no time left to build it"
             except Exception as error:  # another project's: whatever it is, the others still run
                 missing[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
     return systems, missing

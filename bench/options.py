@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from vitgraph.bench.outputs import check_output
+from vitgraph.encoder import GEOMETRIES
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -64,7 +65,19 @@ def choose(args: argparse.Namespace) -> tuple[torch.device, torch.dtype, str]:
     if on_gpu and (torch.device(device).index or 0) >= (count := torch.cuda.device_count()):
         raise ValueError(f"--device {device}: torch sees {count} GPUs")
     dtype = getattr(torch, args.dtype or ("bfloat16" if on_gpu else "float32"))
-    return torch.device(device), dtype, args.geometry or ("8b" if on_gpu else "2b")
+    geometry = args.geometry or ("8b" if on_gpu else "2b")
+    return torch.device(device), dtype, checked_geometry(geometry)
+
+
+def checked_geometry(name: str) -> str:
+    """The name of a published geometry.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name not in GEOMETRIES:
+        raise ValueError(f"--geometry {name} is none of {', '.join(GEOMETRIES)}")
+    return name
 
 
 def use(device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """Files that a command will write, tried before it works for them."""
 
 import argparse
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,17 +21,17 @@ def check_output(option: str, path: Path | None, inputs: Iterable[Path] = ()) ->
     if path.exists() and not path.is_file():  # a pipe: opening it now would end it
         return
     try:
-        target = path.resolve()
-        for other in inputs:
-            if target == other.resolve():
+        target = os.path.realpath(path)
+        for other in inputs:  # one that is a link in a circle is its own affair
+            if target == os.path.realpath(other):
                 raise ValueError(f"{option} {path} would overwrite {other}")
         existed = path.exists()
         with path.open("ab"):
             pass
         if not existed:  # ranks may try the same file at once
-            target.unlink(missing_ok=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
-        raise ValueError(f"{option} {path}: {getattr(error, 'strerror', error)}") from None
+            Path(target).unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(f"{option} {path}: {error.strerror}") from None
 
 
 def output_file(text: str) -> Path:

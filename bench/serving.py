@@ -93,7 +93,7 @@ def run_images(
     budgets, items = workloads.SERVING_BUDGETS, workloads.SERVING_ITEMS
     setup = Setup(encoder, budgets, items, tuple(args.attention), tuple(args.backends))
     with console.status("building and capturing"):
-        systems, missing = build(setup, args.systems)
+        systems, missing = build(setup, args.systems, started + seconds)
         require(systems, missing)
     result["systems"] |= {name: {"missing": reason} for name, reason in missing.items()}
     requests, warm_up = _counts(args, "images")
@@ -267,7 +267,9 @@ def publish(result: dict[str, Any], path: Path | None, console: Console) -> int:
 
 def sheets_of(result: dict[str, Any]) -> list[report.Sheet]:
     """The tables of all experiments so far."""
-    return [s for one in result["experiments"].values() for s in report.serving_sheets(one)]
+    graphs = result["gpu"] != "none"
+    experiments = result["experiments"].values()
+    return [s for one in experiments for s in report.serving_sheets(one, graphs=graphs)]
 
 
 def _counts(args: argparse.Namespace, experiment: str) -> tuple[int, int]:

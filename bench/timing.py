@@ -28,6 +28,7 @@ def time_in_turns(
     device: torch.device,
     *,
     seconds: float = float("inf"),
+    least: int = 5,
     before: Callable[[], object] = lambda: None,
     progress: Callable[[int], object] = lambda done: None,
 ) -> dict[str, Times]:
@@ -37,7 +38,7 @@ def time_in_turns(
         systems: warmed up for these batches.
         batches: one a turn.
         device: waited for before a call starts and when it has returned.
-        seconds: no turn starts after as many, the first five excepted.
+        seconds: no turn starts after as many, the first `least` excepted.
         before: runs before each call, untimed.
         progress: is told the turns done.
     """
@@ -47,7 +48,7 @@ def time_in_turns(
     gc.disable()
     try:
         for turn, batch in enumerate(batches):
-            if turn >= 5 and time.perf_counter() > deadline:
+            if turn >= least and time.perf_counter() > deadline:
                 break
             for system in systems if turn % 2 == 0 else reversed(systems):
                 synchronize(device)

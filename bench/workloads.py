@@ -17,7 +17,8 @@ from torch import Tensor
 
 from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
 from vitgraph.encoder.inputs import Grid, check_grids
-from vitgraph.graphs.media import IMAGE_SUFFIXES
+from vitgraph.graphs.media.files import is_picture
+from vitgraph.graphs.media.pictures import open_picture
 from vitgraph.graphs.qwen3_vl import KEYS
 
 BUDGETS, MAX_ITEMS = (128, 256, 512, 1024, 2048, 4096, 6144), 32
@@ -131,7 +132,7 @@ def load_sizes(path: Path) -> list[Grid]:
     try:
         if path.is_dir():
             files = sorted(path.rglob("*"))
-            images = [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
+            images = [file for file in files if is_picture(file)]
             rows: list = [_image_size(file) for file in images]
         elif path.suffix == ".csv":
             lines = csv.reader(path.read_text(encoding="utf-8-sig").splitlines())
@@ -162,7 +163,7 @@ def _whole(value: Any) -> int:
 def _image_size(path: Path) -> tuple[int, int]:
     with warnings.catch_warnings():  # of large ones: only the header is read
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        with Image.open(path) as image:
+        with open_picture(path) as image:
             return image.size
 
 

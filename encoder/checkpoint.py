@@ -9,23 +9,28 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import httpx
 import torch
-from huggingface_hub import hf_hub_download
+from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     HFValidationError,
     LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
+from huggingface_hub.utils import get_session
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 PREFIXES = ("model.visual.", "visual.", "")
 # Stored as a [C, 3, 2, 16, 16] kernel, used as [C, 1536].
 PATCH_EMBED = "patch_embed.proj.weight"
+HUB_SECONDS = 5
 DTYPES = ("BF16", "F16", "F32", "F64")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -55,9 +60,11 @@ class Checkpoint:
     def json(self, filename: str) -> dict[str, Any] | None:
         """The object in a JSON file; None where there is no such file."""
         try:
-            content = json.loads(self.fetch(filename).read_text())
+            text = self.fetch(filename).read_bytes()
         except FileNotFoundError:
             return None
+        try:
+            content = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.name}: {filename} is no JSON: {error}") from None
         if not isinstance(content, dict):
@@ -67,10 +74,10 @@ class Checkpoint:
     def processor_settings(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """Settings of the image and of the video processor, where there are any."""
 
-        # transformers 5 writes one file for all processors
+        # transformers 5 writes one file for all processors, and prefers it
         together = self.json("processor_config.json") or {}
-        image = self.json("preprocessor_config.json") or together.get("image_processor")
-        video = self.json("video_preprocessor_config.json") or together.get("video_processor")
+        image = together.get("image_processor") or self.json("preprocessor_config.json")
+        video = together.get("video_processor") or self.json("video_preprocessor_config.json")
         image, video = (one if isinstance(one, dict) else None for one in (image, video))
         return image, video
 
@@ -111,12 +118,18 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
     if directory.exists():
         raise ValueError(f"{model} is a file; a checkpoint is a directory or a hub repository id")
 
+    answers = cache(_hub_answers)  # asked once, when the first file is wanted
+
     def hub(filename: str) -> Path:
         try:
-            return Path(hf_hub_download(str(model), filename, revision=revision))
+            path = hf_hub_download(
+                str(model), filename, revision=revision, local_files_only=not answers()
+            )
+            return Path(path)
         except LocalEntryNotFoundError:
             raise ValueError(
-                f"{model}: the hub cannot be reached, and {filename} is not cached"
+                f"{model} is no directory here, the hub cannot be reached, and {filename} is not "
+                f"cached"
             ) from None
         except EntryNotFoundError as error:
             raise FileNotFoundError(filename) from error
@@ -128,6 +141,15 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
             raise ValueError(f"{model} is neither a directory nor a hub repository id") from None
 
     return Checkpoint(str(model), hub)
+
+
+def _hub_answers() -> bool:
+    """Whether anything does; a download would try for half a minute before it gives up."""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
+    except (httpx.HTTPError, OfflineModeIsEnabled):
+        return False
+    return True
 
 
 def load_vision_weights(

@@ -21,6 +21,9 @@ _SIZES = (
     "temporal_patch_size",
     "spatial_merge_size",
 )
+# Fields of the towers of Qwen2.5-VL (attention in windows) and Qwen2-VL.
+_OTHER_TOWERS = {"fullatt_block_indexes", "window_size", "embed_dim", "mlp_ratio"}
+_SUPPORTED = "supported are the towers of Qwen3-VL, dense and MoE"
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,9 @@ class VisionConfig:
         """Read the fields of a whole model's config.json or of its `vision_config`."""
         vision = config.get("vision_config", config) if isinstance(config, dict) else {}
         vision = vision if isinstance(vision, dict) else {}
+        for name in sorted(_OTHER_TOWERS & vision.keys()):
+            kind = vision.get("model_type") or config.get("model_type") or "this"
+            raise ValueError(f"{kind} is not a Qwen3-VL tower: it has {name}; {_SUPPORTED}")
         missing = [name for name in ("depth", "hidden_size", "num_heads") if name not in vision]
         if missing:
             raise ValueError(f"this is no Qwen3-VL vision config: it lacks {', '.join(missing)}")

@@ -77,8 +77,10 @@ class CompilationConfig:
         if isinstance(value, str):
             try:
                 value = json.loads(value)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"the compilation config is not JSON: {error}: {value}") from None
+            except (ValueError, RecursionError) as error:
+                raise ValueError(
+                    f"the compilation config is not JSON: {error}: {value:.200}"
+                ) from None
         if not isinstance(value, dict):
             raise ValueError(f"the compilation config must be a JSON object, got {value!r}")
         known = [field.name for field in fields(cls)]

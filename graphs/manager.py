@@ -79,7 +79,8 @@ class EncoderCudaGraphManager:
             self.model.get_encoder_cudagraph_config().sequences_are_free,
         )
         self.limits = self._requested
-        self.statistics = Statistics(self.limits.budgets, log_interval)
+        on_gpu = self.device.type == "cuda"
+        self.statistics = Statistics(self.limits.budgets, log_interval, graphs=on_gpu)
         self._graphs = BudgetGraphs(self.model, self.limits, self.device, self.dtype)
         self._lock = threading.RLock()
         self._busy = False

@@ -60,13 +60,19 @@ class Stopwatch:
 
 
 class Statistics:
-    """Hits, misses by reason, and fill; logs a line every `log_interval` batches (0: never)."""
+    """Hits, misses by reason, and fill; logs a line every `log_interval` batches (0: never).
 
-    def __init__(self, budgets: Sequence[int], log_interval: int = 100) -> None:
+    Without `graphs`, on a CPU, a hit is an item that was packed into a budget.
+    """
+
+    def __init__(
+        self, budgets: Sequence[int], log_interval: int = 100, *, graphs: bool = True
+    ) -> None:
         self.budgets = {budget: BudgetStatistics() for budget in budgets}
         self.misses_by_reason: Counter[str] = Counter()
         self.batches = 0
         self.log_interval = log_interval
+        self.graphs = graphs
 
     @property
     def hits(self) -> int:
@@ -96,9 +102,10 @@ class Statistics:
         if self.log_interval and self.batches % self.log_interval == 0:
             total = self.hits + self.misses
             logger.info(
-                "encoder graphs: %d of %d items replayed (%.1f %%), %d eagerly, %d batches",
+                "encoder graphs: %d of %d items %s (%.1f %%), %d eagerly, %d batches",
                 self.hits,
                 total,
+                "replayed" if self.graphs else "packed, no graphs on a CPU",
                 100 * self.hits / max(total, 1),
                 self.misses,
                 self.batches,
@@ -109,6 +116,7 @@ class Statistics:
         captured tokens that held nothing."""
         total = self.hits + self.misses
         return {
+            "graphs": "replayed" if self.graphs else "none on a CPU: hits were packed",
             "graph_hits": self.hits,
             "graph_misses": self.misses,
             "misses_by_reason": dict(self.misses_by_reason),

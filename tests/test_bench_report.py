@@ -8,7 +8,7 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from vitgraph.bench import pictures, report
-from vitgraph.bench.serving import add_scaling, publish
+from vitgraph.bench.serving import add_scaling, publish, sheets_of
 
 NAMES = ["vitgraph eager", "vitgraph graph", "vllm FLASH_ATTN eager", "vllm FLASH_ATTN graph"]
 HEADER = {
@@ -98,8 +98,12 @@ def test_scaling_and_what_graphs_save(serving_result, capsys, tmp_path) -> None:
     assert experiments["parallel 4"]["systems"]["vitgraph graph"]["efficiency"] == pytest.approx(
         0.85
     )
-    (sheet,) = report.serving_sheets(experiments["parallel 4"])
+    one = experiments["parallel 4"]
+    (sheet,) = report.serving_sheets(one)
     assert sheet.rows[1][-3:] == ["+87.5%", "3.40", "0.85"]
+    assert "graphs save (mean)" in sheet.head
+    (on_a_cpu,) = sheets_of(serving_result | {"gpu": "none", "experiments": {"one": one}})
+    assert "packing saves (no graphs on a CPU)" in on_a_cpu.head
     assert publish(serving_result, tmp_path / "a.json", Console()) == 0
     experiments["images"]["errors"]["vllm FLASH_ATTN graph"] = float("nan")
     assert publish(serving_result, None, Console()) == 1

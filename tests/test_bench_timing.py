@@ -1,5 +1,6 @@
 """The comparison is fair, and reports what it is given."""
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ import torch
 from vitgraph.bench import report
 from vitgraph.bench.encoder import measure, publish
 from vitgraph.bench.families import build
+from vitgraph.bench.limits import OutOfTime, time_limit
 from vitgraph.bench.systems import Setup, System, rows
 from vitgraph.bench.timing import time_in_turns, wall
 from vitgraph.bench.workloads import Batch, make_batch
@@ -76,6 +78,40 @@ def test_the_order_alternates_and_every_turn_has_everyone() -> None:
 def test_time_runs_out_after_five_turns_at_the_earliest() -> None:
     times = time_in_turns([sleeper("a", 0.001)], [BATCH] * 50, CPU, seconds=0)
     assert len(times["a"].total) == 5
+
+
+def test_a_limit_ends_what_runs() -> None:
+    """Also where every Exception is caught; the alarm that was set before is set again."""
+    started = time.perf_counter()
+    with pytest.raises(OutOfTime), time_limit(0.1):
+        while True:
+            with contextlib.suppress(Exception):
+                time.sleep(0.01)
+    assert time.perf_counter() - started < 1
+    with pytest.raises(OutOfTime), time_limit(-1):
+        pytest.fail("nothing starts when there is no time left")
+    with time_limit(float("inf")):
+        time.sleep(0.01)
+
+
+def test_a_system_that_compiles_too_long_is_left_out() -> None:
+    def compile_forever(batch: Batch) -> torch.Tensor:
+        time.sleep(60)
+        return torch.ones(1, 8)
+
+    systems = [sleeper("vitgraph graph", 0.001), System("slow", compile_forever, compiles=True)]
+    started = time.monotonic()
+    row, compiling = measure(
+        systems, BATCH, "vitgraph graph", turns=5, seconds=60, deadline=started + 1
+    )
+    assert time.monotonic() - started < 3 and 0.5 < compiling < 2
+    assert list(row["systems"]) == ["vitgraph graph"] and row["turns"] >= 1
+
+
+def test_what_is_not_built_in_time_is_missing() -> None:
+    encoder = Qwen3VLVisionEncoder.random(GEOMETRIES["tiny"])
+    systems, missing = build(Setup(encoder, budgets=(64,)), ["vitgraph"], time.monotonic() - 1)
+    assert not systems and missing == {"vitgraph": "no time left to build it"}
 
 
 def test_wrong_and_failing_systems_are_named_and_not_timed(capsys, tmp_path) -> None:

@@ -1,9 +1,11 @@
 """Weights from safetensors: prefixes, shards, and errors that name the tensor."""
 
 import json
+import time
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from vitgraph.encoder import Qwen3VLVisionEncoder
@@ -62,11 +64,13 @@ def test_hub_downloads_only_what_it_needs(tower, tools, tmp_path, monkeypatch) -
     write(tmp_path, tensors | {"lm_head.weight": torch.zeros(2, 2)}, tools.tiny, shards)
     asked = []
 
-    def download(repo: str, filename: str, revision: str | None) -> str:
+    def download(repo: str, filename: str, revision: str | None, local_files_only: bool) -> str:
+        assert not local_files_only
         asked.append((repo, filename, revision))
         return str(tmp_path / filename)
 
     monkeypatch.setattr(checkpoint_module, "hf_hub_download", download)
+    monkeypatch.setattr(checkpoint_module, "_hub_answers", lambda: True)
     Qwen3VLVisionEncoder.from_pretrained("some/repository", revision="v1")
     files = {filename for _, filename, _ in asked}
     # asked for, may be missing
@@ -138,8 +142,17 @@ def test_a_hub_out_of_reach_is_not_a_missing_file(monkeypatch) -> None:
         raise LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(checkpoint_module, "hf_hub_download", offline)
-    with pytest.raises(ValueError, match=r"some/repository: the hub cannot be reached"):
+    with pytest.raises(ValueError, match=r"some/repository is no .* the hub cannot be reached"):
         Qwen3VLVisionEncoder.from_pretrained("some/repository")
+
+
+def test_where_no_network_answers_a_mistyped_name_is_told_at_once(monkeypatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    started = time.perf_counter()
+    with pytest.raises(ValueError, match=r"photos/modle is no directory here, the hub cannot"):
+        Qwen3VLVisionEncoder.from_pretrained("photos/modle")
+    assert time.perf_counter() - started < 2
 
 
 @pytest.mark.parametrize("file", ["../weights.safetensors", "/tmp/weights.safetensors", 7])

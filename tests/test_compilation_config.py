@@ -53,6 +53,7 @@ def test_newer_names() -> None:
     ("value", "message"),
     [
         ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ("[1]", "must be a JSON object"),
         ({"cudagraph_mode": "FULL"}, "no field 'cudagraph_mode'"),
         ({"encoder_cudagraph_token_budgets": [64, 0]}, "0 in [64, 0] is no positive integer"),

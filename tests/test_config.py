@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLConfig
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLConfig
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
 from vitgraph.encoder import GEOMETRIES, VisionConfig
@@ -60,6 +62,23 @@ def test_other_configs_are_refused(tmp_path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
     with pytest.raises(ValueError, match="it lacks depth, num_heads"):
         VisionConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "field"),
+    [
+        (Qwen2_5_VLConfig, "qwen2_5_vl", "fullatt_block_indexes"),
+        (Qwen2VLConfig, "qwen2_vl", "embed_dim"),
+    ],
+)
+def test_towers_before_qwen3_are_named(config, name, field, tmp_path) -> None:
+    """Whole or alone, with what is supported."""
+    config().save_pretrained(tmp_path)
+    message = rf"{name}(_vision)? is not a Qwen3-VL tower: it has {field}; supported are the towers"
+    with pytest.raises(ValueError, match=message):
+        VisionConfig.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        VisionConfig.from_dict(config().vision_config.to_dict())
 
 
 def test_levels_that_are_no_list_are_named() -> None:

@@ -4,10 +4,11 @@ import importlib.util
 import re
 import shlex
 import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -140,7 +141,7 @@ def test_examples_of_pytorch(run, tmp_path, capsys) -> None:
     assert len(names["deepstack"]) == len(config.deepstack_visual_indexes)
     torch.testing.assert_close(rows, graphed, atol=1e-3, rtol=1e-3)
 
-    hook, parallel = blocks("graphs/README.md")
+    hook, parallel, files, _ = blocks("graphs/README.md")
     run(hook, names)
     names["manager"].execute(names["batch"])
     assert re.fullmatch(r"\d+ tokens, budget None: \d+\.\d+ s\n", capsys.readouterr().out)
@@ -151,6 +152,31 @@ def test_examples_of_pytorch(run, tmp_path, capsys) -> None:
     finally:
         dist.destroy_process_group()
     torch.testing.assert_close(names["per_item"][0], rows, atol=1e-3, rtol=1e-3)
+    run(files, names)
+    ours = torch.cat([names["merged"], *names["deepstack"]], dim=1)
+    assert names["media"].grid == tuple(names["batch"]["image_grid_thw"][0].tolist())
+    torch.testing.assert_close(ours, rows, atol=1e-2, rtol=1e-2)  # resized by torch, not Pillow
+
+
+def test_example_of_ray(run, tmp_path, monkeypatch) -> None:
+    """With a Ray that only calls what it is given; tests/test_ray_data.py has the real one."""
+    read: list[dict] = []
+    made: dict = {}
+
+    def map_batches(actor, *, fn_constructor_kwargs, **options) -> SimpleNamespace:
+        batch = {"path": np.array([row["path"] for row in read])}
+        made.update(actor(**fn_constructor_kwargs)(batch), **options)
+        return SimpleNamespace(write_parquet=lambda path: made.update(path=path))
+
+    data = SimpleNamespace(
+        from_items=lambda rows: read.extend(rows) or SimpleNamespace(map_batches=map_batches)
+    )
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(data=data))
+    monkeypatch.chdir(tmp_path)
+    Path("list.txt").write_text(f"{ROOT / 'graphs/cli/photos/cat.jpg'}\n")
+    run(blocks("graphs/README.md")[3], {})
+    assert made["num_gpus"] == 1 and made["error"].tolist() == [""]
+    assert len(made["embeddings"][0]) == made["grid"][0].prod() // 4
 
 
 class Processor:
@@ -196,7 +222,7 @@ def test_walk_to_the_replay(encoder, batch) -> None:
     manager_file = ROOT / "graphs" / "manager.py"
     calls: list[str] = []
 
-    def record(frame: types.FrameType, event: str, _: object) -> None:
+    def record(frame: FrameType, event: str, _: object) -> None:
         code, caller = frame.f_code, frame.f_back
         if event != "call" or caller is None or Path(caller.f_code.co_filename) != manager_file:
             return
@@ -219,7 +245,7 @@ def test_walk_to_the_replay(encoder, batch) -> None:
 
 def test_folders_of_the_tree() -> None:
     folders = re.findall(r"^    (\w+)/ ", TEXT["ARCHITECTURE.md"], flags=re.MULTILINE)
-    assert set(folders) == {"kernels", "encoder", "graphs", "bench", "tests"}
+    assert set(folders) == {"kernels", "encoder", "graphs", "bench", "tests", "top"}
     assert all((ROOT / folder).is_dir() for folder in folders)
 
 

@@ -73,6 +73,7 @@ def test_statistics(encoder, batch) -> None:
     manager.execute(batch([(1, 8, 8), (1, 2, 2), (1, 12, 12)]))
     manager.execute(batch([(1, 4, 4)]))
     stats = manager.get_cumulative_stats()
+    assert stats["graphs"] == "none on a CPU: hits were packed"
     assert (stats["graph_hits"], stats["graph_misses"]) == (3, 1)
     assert stats["hit_rate"] == 0.75
     assert stats["batches"] == 2
@@ -87,9 +88,9 @@ def test_statistics_are_logged_periodically(encoder, batch, caplog) -> None:
     manager.capture()
     with caplog.at_level("INFO", logger="vitgraph"):
         manager.execute(batch([(1, 4, 4)]))
-        assert not [r for r in caplog.records if "items replayed" in r.message]
+        assert not [r for r in caplog.records if "2 of 3 items" in r.message]
         manager.execute(batch([(1, 4, 4), (1, 2, 130)]))
-    assert "2 of 3 items replayed (66.7 %), 1 eagerly, 2 batches" in caplog.text
+    assert "2 of 3 items packed, no graphs on a CPU (66.7 %), 1 eagerly, 2 batches" in caplog.text
 
 
 def test_outputs_are_the_callers_own(manager, batch) -> None:

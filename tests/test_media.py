@@ -2,6 +2,8 @@
 
 import json
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,8 @@ import torch
 from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 
-from vitgraph.graphs.media import MediaLoader, expand
+from vitgraph.graphs.media import pictures
+from vitgraph.graphs.media.loader import Media, MediaLoader
 
 PHOTOS = Path(__file__).parents[1] / "graphs" / "cli" / "photos"
 
@@ -88,23 +91,179 @@ def test_two_frames_share_a_temporal_patch(loader, tmp_path) -> None:
     assert torch.equal(slots[1, :, :, 1], slots[1, :, :, 0]), "an odd last frame is repeated"
 
 
-def test_video_file(loader, tmp_path) -> None:
+def write_video(path: Path, images: list[np.ndarray], *, rate: int = 8, codec="mpeg4") -> Path:
     av = pytest.importorskip("av", reason="PyAV is not installed")
-    path = tmp_path / "clip.mp4"
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=8)
-        stream.width, stream.height, stream.pix_fmt = 128, 96, "yuv420p"
-        for level in np.linspace(0, 255, 32):
-            image = np.full((96, 128, 3), round(level), dtype=np.uint8)
-            for packet in stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")):
-                container.mux(packet)
-        for packet in stream.encode():
-            container.mux(packet)
-    media = loader.load(path)
+        stream = container.add_stream(codec, rate=rate)
+        stream.height, stream.width = images[0].shape[:2]
+        stream.pix_fmt = "yuv420p"
+        for image in images:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
+        container.mux(stream.encode())
+    return path
+
+
+def brighter(count: int, size=(128, 96)) -> list[np.ndarray]:
+    """Frames of one grey each, from black to white."""
+    return [
+        np.full((size[1], size[0], 3), round(level), np.uint8)
+        for level in np.linspace(0, 255, count)
+    ]
+
+
+def rising(media: Media) -> bool:
+    """Whether each temporal patch is brighter than the one before."""
+    return bool((media.pixel_values.view(media.grid[0], -1).mean(1).diff() > 0.1).all())
+
+
+def test_video_file(loader, tmp_path) -> None:
+    media = loader.load(write_video(tmp_path / "clip.mp4", brighter(32)))
     # 32 frames at 8 a second are 4 seconds: 8 frames, 4 temporal patches.
     assert media.grid == (4, 6, 8)
-    brightness = media.pixel_values.view(4, -1).mean(1)
-    assert (brightness.diff() > 0.2).all(), "frames must keep their order"
+    assert rising(media), "frames must keep their order"
+    taken = np.linspace(0, 31, 8).round() / 8
+    assert media.timestamps == tuple(taken.reshape(4, 2).mean(1))
+
+
+@pytest.mark.parametrize("suffix", [".ts", ".mkv", ".avi", ".mpg"])
+def test_other_containers(suffix, loader, tmp_path) -> None:
+    codec = "mpeg2video" if suffix in (".ts", ".mpg") else "mpeg4"
+    images = brighter(50)
+    media = loader.load(write_video(tmp_path / f"clip{suffix}", images, rate=25, codec=codec))
+    assert media.modality == "video" and media.grid == (2, 6, 8) and rising(media)
+
+
+TURNS = {  # of a player's display matrix, a b c d, and the same in numpy
+    "upright": ((1, 0, 0, 1), lambda x: x),
+    "clockwise": ((0, 1, -1, 0), lambda x: np.rot90(x, -1)),
+    "counterclockwise": ((0, -1, 1, 0), lambda x: np.rot90(x, 1)),
+    "half": ((-1, 0, 0, -1), lambda x: np.rot90(x, 2)),
+    "mirrored": ((-1, 0, 0, 1), lambda x: x[:, ::-1]),
+    "transposed": ((0, 1, 1, 0), lambda x: x.swapaxes(0, 1)),
+}
+
+
+@pytest.mark.parametrize("turn", TURNS)
+def test_videos_are_turned_upright(turn, tmp_path) -> None:
+    """As phones tell it: by a matrix in the header; a video beside it that was turned itself."""
+    (a, b, c, d), turned = TURNS[turn]
+    picture = np.zeros((192, 320, 3), np.uint8)
+    picture[:96, :160], picture[96:, 160:] = (250, 20, 20), (20, 20, 250)
+    path = write_video(tmp_path / "phone.mp4", [picture] * 8)
+    header = bytearray(path.read_bytes())
+    at = header.find(b"tkhd") + 44
+    numbers = (a << 16, b << 16, 0, c << 16, d << 16, 0, 0, 0, 1 << 30)
+    header[at : at + 36] = struct.pack(">9i", *numbers)
+    path.write_bytes(header)
+    upright = write_video(tmp_path / "upright.mp4", [np.ascontiguousarray(turned(picture))] * 8)
+    ours, expected = (MediaLoader().video(file) for file in (path, upright))
+    assert ours.grid == expected.grid
+    assert (ours.pixel_values - expected.pixel_values).abs().mean() < 0.02
+
+
+def test_a_video_whose_frames_change_their_size(loader, tmp_path) -> None:
+    """As a call does whose camera is turned: two streams, one after the other."""
+    parts = [
+        write_video(tmp_path / f"{size}.ts", brighter(25, size), rate=25, codec="mpeg2video")
+        for size in ((96, 64), (64, 96))
+    ]
+    path = tmp_path / "turned.ts"
+    path.write_bytes(b"".join(part.read_bytes() for part in parts))
+    with pytest.raises(ValueError) as error:
+        loader.load(path)
+    assert f"{path}: frame" in str(error.value)
+    assert "a frame of (64, 96), the first one has (96, 64)" in str(error.value)
+
+
+def test_a_header_that_promises_more_frames(loader, tmp_path, monkeypatch) -> None:
+    """A recording that was cut off: what is there is sampled, evenly."""
+    from vitgraph.graphs.media import clips
+
+    path = write_video(tmp_path / "clip.avi", brighter(32))
+    data = bytearray(path.read_bytes())
+    for name, offset in ((b"avih", 24), (b"strh", 40)):
+        at = data.find(name) + offset
+        assert struct.unpack_from("<I", data, at)[0] == 32, name
+        struct.pack_into("<I", data, at, 64)
+    path.write_bytes(data)
+    assert clips.video_file(path).total == 64
+    media = loader.load(path)
+    assert media.grid[0] == 4 and rising(media)
+
+
+def test_one_frame_is_a_video_of_two(loader, tmp_path) -> None:
+    assert loader.load(write_video(tmp_path / "one.mp4", brighter(1))).grid == (1, 6, 8)
+
+
+def test_settings_of_the_video_processor_reach_the_frames(tmp_path) -> None:
+    path = write_video(tmp_path / "clip.mp4", brighter(48))
+    grids = {
+        rate: MediaLoader(video=settings).video(path).grid[0]
+        for rate, settings in {
+            "fps": {"fps": 4},
+            "num_frames": {"num_frames": 10},
+            "max_frames": {"max_frames": 6},
+            "all": {"do_sample_frames": False},
+        }.items()
+    }
+    assert grids == {"fps": 12, "num_frames": 5, "max_frames": 3, "all": 24}
+    capped = MediaLoader(video={"cap_pixels_per_frame": True, "max_video_tokens": 4}).video(path)
+    assert capped.grid == (6, 2, 4)
+    dark = MediaLoader(video={"image_mean": [1.0] * 3}).video(path)
+    assert dark.pixel_values.max() <= 0.0
+
+
+def test_memory_does_not_grow_with_the_video(tmp_path) -> None:
+    """400 frames of 640x480 are 369 MB, their patches 13 MB."""
+    path = write_video(tmp_path / "long.mp4", brighter(400, (640, 480)), rate=30)
+    code = (
+        "import resource, sys; from pathlib import Path; import av; "
+        "from vitgraph.graphs.media.loader import MediaLoader; "
+        "load = MediaLoader(max_pixels=4096, video={'do_sample_frames': False}).load; "
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
+        "load(Path(sys.argv[2])); before = peak(); "
+        "assert load(Path(sys.argv[1])).grid[0] == 200; print(peak() - before)"
+    )
+    short = write_video(tmp_path / "short.mp4", brighter(8, (640, 480)), rate=30)
+    command = [sys.executable, "-c", code, str(path), str(short)]
+    grown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert int(grown) < 40_000, f"{grown} KiB"
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".webp", ".png"])
+def test_animations_are_videos(suffix, loader, tmp_path) -> None:
+    """16 frames of a quarter of a second: two a second are taken, 8; one frame stays an image."""
+    images = [Image.fromarray(frame) for frame in brighter(16)]
+    path = tmp_path / f"moving{suffix}"
+    images[0].save(path, save_all=True, append_images=images[1:], duration=250, lossless=True)
+    media = loader.load(path)
+    assert media.modality == "video" and media.grid == (4, 6, 8) and rising(media)
+    assert media.timestamps[0] == pytest.approx(0.25) and len(media.timestamps) == 4
+    images[5].save(tmp_path / f"still{suffix}", lossless=True)
+    assert loader.load(tmp_path / f"still{suffix}").modality == "image"
+    assert loader.image(path).modality == "image"
+
+
+def test_pages_are_no_animation(loader, tmp_path) -> None:
+    images = [Image.fromarray(frame) for frame in brighter(3)]
+    images[0].save(tmp_path / "pages.tif", save_all=True, append_images=images[1:])
+    assert loader.load(tmp_path / "pages.tif").modality == "image"
+
+
+def test_heic(loader, tmp_path, monkeypatch) -> None:
+    """By content, whatever the name; without pillow-heif the message says what to install."""
+    heif = pytest.importorskip("pillow_heif", reason="the extra `heic` is not installed")
+    image = Image.open(PHOTOS / "cat.jpg")
+    for name in ("photo.heic", "named.jpg"):
+        heif.from_pillow(image).save(tmp_path / name, quality=95)
+        media = loader.load(tmp_path / name)
+        original = loader.image(PHOTOS / "cat.jpg")
+        assert media.grid == original.grid
+        assert (media.pixel_values - original.pixel_values).abs().mean() < 0.1
+    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    monkeypatch.setattr(Image, "ID", [name for name in Image.ID if name != "HEIF"])
+    with pytest.raises(ValueError, match=r"photo\.heic: .*pip install pillow-heif"):
+        loader.load(tmp_path / "photo.heic")
 
 
 @pytest.mark.parametrize(
@@ -134,15 +293,6 @@ def test_frames_of_other_sizes_are_refused(loader, tmp_path) -> None:
     Image.new("RGB", (32, 32)).save(folder / "009.png")
     with pytest.raises(ValueError, match=r"009\.png: a frame of \(32, 32\)"):
         loader.video(folder)
-
-
-def test_expand_folders(tmp_path) -> None:
-    folder = frames(tmp_path / "some", 2)
-    (folder / "notes.txt").write_text("no image")
-    assert [path.name for path in expand([folder])] == ["000.png", "001.png"]
-    assert list(expand([], [folder])) == [folder]
-    with pytest.raises(ValueError, match="holds no image or video"):
-        list(expand([tmp_path]))
 
 
 def test_photographs_are_turned_upright(loader, tmp_path) -> None:

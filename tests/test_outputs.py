@@ -38,6 +38,11 @@ def test_links_in_a_circle(tmp_path) -> None:
         check_output("--save", tmp_path / "a")
 
 
+def test_an_input_that_is_a_link_in_a_circle_is_not_the_outputs_fault(tmp_path) -> None:
+    (tmp_path / "a.jpg").symlink_to("a.jpg")
+    check_output("--save", tmp_path / "new.json", [tmp_path / "a.jpg"])
+
+
 def test_many_ranks_try_one_file(tmp_path) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: check_output("--save", tmp_path / "new.json"), range(400)))

@@ -66,6 +66,7 @@ def test_picture(run) -> None:
     [
         None,
         "{",
+        "[" * 100_000,
         "[]",
         '{"packs": [{"budget": 1}]}',
         '{"packs": [{"budget": 0, "tokens": 1, "items": 1, "ms": 1}]}',

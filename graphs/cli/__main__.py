@@ -1,7 +1,17 @@
-"""`python -m vitgraph.graphs.cli`."""
+"""`vitgraph`, `python -m vitgraph` and `python -m vitgraph.graphs.cli`."""
 
+import signal
 import sys
 
-from vitgraph.graphs.cli.main import main
 
-sys.exit(main())
+def main() -> int:
+    """Run the command line; Ctrl-C before it has begun ends the process without a word."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from vitgraph.graphs.cli.main import main as run
+
+    signal.signal(signal.SIGINT, handler)
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

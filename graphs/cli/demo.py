@@ -14,10 +14,11 @@ from torch import nn
 from vitgraph.bench.families import transformers_tower
 from vitgraph.bench.options import choose
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
-from vitgraph.graphs.cli.encode import Result, run, summary, table
+from vitgraph.graphs.cli.encode import summary, table
 from vitgraph.graphs.config import CompilationConfig
 from vitgraph.graphs.manager import EncoderCudaGraphManager
-from vitgraph.graphs.media import MediaLoader
+from vitgraph.graphs.media.encoding import Result, run
+from vitgraph.graphs.media.loader import MediaLoader
 
 PHOTOS = Path(__file__).parent / "photos"
 # Errors against the same weights in the same dtype; float32 differs by rounding order alone.

@@ -1,8 +1,15 @@
-"""Command line: `vitgraph encode`, `demo`, `stats`, `precompile`, `bench`, `doctor`."""
+"""Command line: `vitgraph encode`, `demo`, `stats`, `precompile`, `bench`, `doctor`.
+
+torch is imported when a command needs it: help and mistakes answer at once.
+"""
 
 import argparse
+import signal
 import sys
-from importlib.metadata import version
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rich.console import Console
@@ -15,10 +22,8 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status: 0 all well, 1 some input failed, 2 nothing could be
     done.
     """
-    if (sys.argv[1:] if argv is None else argv) == ["doctor"]:
-        return _doctor()  # the parser needs what may be broken
-    args = _parser().parse_args(argv)
     try:
+        args = _parser().parse_args(argv)
         return args.run(args)
     except KeyboardInterrupt:
         errors.print("interrupted", style="red")
@@ -28,11 +33,16 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    from vitgraph.encoder import GEOMETRIES
+def _version() -> str:
+    try:
+        return version("vitgraph")
+    except PackageNotFoundError:
+        return "(not installed)"
 
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="vitgraph", description=__doc__.splitlines()[0])
-    parser.add_argument("--version", action="version", version=f"%(prog)s {version('vitgraph')}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     tower = argparse.ArgumentParser(add_help=False)
@@ -40,9 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     tower.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default=None)
     tower.add_argument(
         "--geometry",
-        choices=sorted(GEOMETRIES),
         default=None,
-        help="without a model: random weights of this tower (default: 8b on a GPU, 2b on a CPU)",
+        help="without a model: random weights of this tower, e.g. 4b (default: 8b, on a CPU 2b)",
     )
     common = argparse.ArgumentParser(add_help=False, parents=[tower])
     common.add_argument("--attention", default="auto", help="attention backend (default: auto)")
@@ -51,7 +60,15 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     encode = commands.add_parser("encode", parents=[common], help="encode images and videos")
-    encode.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="files or folders")
+    encode.add_argument(
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="files or folders; @FILE takes the names in a file, - those on standard input",
+    )
+    encode.add_argument(
+        "--recursive", action="store_true", help="search the folders of folders, too"
+    )
     encode.add_argument(
         "--frames", nargs="+", type=Path, default=[], metavar="DIR", help="folders of video frames"
     )
@@ -62,7 +79,41 @@ def _parser() -> argparse.ArgumentParser:
         metavar="JSON",
         help='e.g. \'{"cudagraph_mm_encoder": true, "encoder_cudagraph_token_budgets": [512]}\'',
     )
-    encode.add_argument("--output", type=Path, default=None, help="write a .safetensors file")
+    for kind, example in (("image", '"image_mean": [0, 0, 0]'), ("video", '"fps": 1')):
+        encode.add_argument(
+            f"--{kind}-settings",
+            default=None,
+            metavar="JSON",
+            help=f"of the {kind} processor, instead of the checkpoint's, e.g. '{{{example}}}'",
+        )
+    encode.add_argument(
+        "--preprocess",
+        choices=["cpu", "gpu"],
+        default="cpu",
+        help="where images are resized (default: cpu; gpu: off by two levels of 255 at most)",
+    )
+    encode.add_argument(
+        "--workers", type=int, default=None, help="processes that read files (default: up to 16)"
+    )
+    encode.add_argument(
+        "--output",
+        type=Path,
+        default=None,
+        help="write a .safetensors file, or a folder of shards for large jobs; what an earlier "
+        "run wrote there is not encoded again",
+    )
+    encode.add_argument(
+        "--shard-size", type=float, default=256, metavar="MIB", help="of a shard (default: 256)"
+    )
+    encode.add_argument(
+        "--overwrite", action="store_true", help="replace what --output already holds"
+    )
+    encode.add_argument(
+        "--tensors",
+        choices=["joined", "split", "merged"],
+        default="joined",
+        help="of an item: all columns, one tensor for each deepstack level, or none of those",
+    )
     encode.add_argument(
         "--record", type=Path, default=None, metavar="FILE", help="write the run for `stats`"
     )
@@ -82,9 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         "--arch", default="sm_90", help="sm_80, 86, 89, 90 (default), 100 or 120, e.g. sm_90"
     )
     source = precompile.add_mutually_exclusive_group()
-    source.add_argument(
-        "--geometry", choices=sorted(GEOMETRIES), default="8b", help="of the tower (default: 8b)"
-    )
+    source.add_argument("--geometry", default="8b", help="of the tower (default: 8b)")
     source.add_argument("--model", default=None, help="checkpoint whose config.json to use")
     precompile.add_argument(
         "--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16"
@@ -107,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands, tower)
 
     doctor = commands.add_parser("doctor", help="what is installed and what works here")
-    doctor.set_defaults(run=lambda _: _doctor())
+    doctor.set_defaults(run=_doctor)
     return parser
 
 
@@ -172,34 +221,61 @@ def _add_bench_options(parser: argparse.ArgumentParser, systems: list[str]) -> N
     )
 
 
+@contextmanager
+def _importing() -> Iterator[None]:
+    """Ctrl-C while torch and others are imported ends the process at once: there is nothing to
+    save, and a half-imported library would answer it with a traceback.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
 def _bench_encoder(args: argparse.Namespace) -> int:
-    from vitgraph.bench.encoder import bench_encoder
+    with _importing():
+        from vitgraph.bench.encoder import bench_encoder
 
     return bench_encoder(args, console)
 
 
 def _bench_serving(args: argparse.Namespace) -> int:
-    from vitgraph.bench.serving import bench_serving
+    with _importing():
+        from vitgraph.bench.serving import bench_serving
 
     return bench_serving(args, console)
 
 
 def _encode(args: argparse.Namespace) -> int:
-    from vitgraph.graphs.cli.encode import encode_files
+    with _importing():
+        from vitgraph.graphs.cli.jobs import encode_files
 
     return encode_files(args, console, errors)
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from vitgraph.graphs.cli.demo import demo
+    with _importing():
+        from vitgraph.graphs.cli.demo import demo
 
     return demo(args, console)
 
 
 def _precompile(args: argparse.Namespace) -> int:
-    from vitgraph.graphs.cli.precompile import precompile_command
+    with _importing():
+        from vitgraph.graphs.cli.precompile import precompile_command
 
     return precompile_command(args, console)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    with _importing():
+        from vitgraph.graphs.cli.doctor import doctor
+
+    return doctor(console)
 
 
 def _stats(args: argparse.Namespace) -> int:
@@ -213,12 +289,6 @@ def _stats(args: argparse.Namespace) -> int:
         picture(run).savefig(args.picture, dpi=120)
         console.print(f"wrote {args.picture}", markup=False)
     return 0
-
-
-def _doctor() -> int:
-    from vitgraph.graphs.cli.doctor import doctor
-
-    return doctor(console)
 
 
 if __name__ == "__main__":

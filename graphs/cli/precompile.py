@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from vitgraph.bench.options import checked_geometry
 from vitgraph.encoder import GEOMETRIES, VisionConfig
 from vitgraph.encoder.attention.trial import TAIL
 from vitgraph.encoder.model import Qwen3VLVisionEncoder
@@ -93,7 +94,10 @@ def precompile_command(args: argparse.Namespace, console: Console) -> int:
         raise ValueError("TRITON_INTERPRET is set: interpreted kernels do not compile")
     if args.budgets and min(args.budgets) < 1:
         raise ValueError(f"--budgets {min(args.budgets)} must be at least 1")
-    config = VisionConfig.from_pretrained(args.model) if args.model else GEOMETRIES[args.geometry]
+    if args.model:
+        config = VisionConfig.from_pretrained(args.model)
+    else:
+        config = GEOMETRIES[checked_geometry(args.geometry)]
     budgets = args.budgets or powers_of_two(64, 8192)
     with console.status(f"compiling for {args.arch}"):
         kernels = precompile(config, args.arch, budgets, dtype=getattr(torch, args.dtype))

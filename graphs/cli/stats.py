@@ -62,7 +62,7 @@ class RunRecorder:
             return cls([PackRecord(**pack) for pack in packs])
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror}") from None
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             raise ValueError(f"{path} is no recorded run") from None
 
     def by_budget(self) -> dict[int | None, list[PackRecord]]:

@@ -1,0 +1,38 @@
+"""Items read in other processes are those read in this one, in the order of the files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from vitgraph.graphs.media.loader import Media, MediaLoader
+from vitgraph.graphs.media.loading import Unreadable, default_workers, read_all
+
+PHOTOS = sorted((Path(__file__).parents[1] / "graphs" / "cli" / "photos").glob("*.jpg"))
+
+
+@pytest.mark.parametrize("pin", [False, pytest.param(True, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_order_and_content(workers, pin, tmp_path) -> None:
+    (bad := tmp_path / "bad.jpg").write_bytes(b"no picture")
+    (folder := tmp_path / "frames").mkdir()
+    for photo in PHOTOS[:1] * 2:
+        (folder / photo.name).write_bytes(photo.read_bytes())
+    paths = [*PHOTOS, bad, folder, *PHOTOS[::-1]]
+    loader = MediaLoader(max_pixels=128 * 128)
+    items = list(read_all(loader, paths, workers, pin=pin))
+    assert isinstance(items[4], Unreadable) and items[4].reason == f"{bad}: not an image"
+    del items[4], paths[4]
+    for path, item in zip(paths, items, strict=True):
+        assert isinstance(item, Media) and item.pixel_values.dtype == torch.uint8
+        assert item.pixel_values.is_pinned() == (pin and workers > 0)
+        expected = loader.load(path)
+        assert torch.equal(loader.finish(item).pixel_values, expected.pixel_values)
+        assert (item.name, item.grid) == (str(path), expected.grid)
+
+
+def test_how_many_workers(monkeypatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(64))
+    assert [default_workers(files, gpu) for files in (1, 8, 1000)] == [0, 2, 16]
+    assert default_workers(1000, cpu) == 0
