@@ -3,7 +3,7 @@
 import argparse
 import json
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -90,7 +90,7 @@ class Job:
         self.failed = self.encoded = 0
         self.recorder = RunRecorder() if args.record else None
         self.rows: list[Result] = []
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def run(self) -> None:
         """Encode everything and say how it went.
@@ -117,7 +117,7 @@ class Job:
                 self.console.print(table(self.rows, graphs=manager.device.type == "cuda"))
             self.console.print(summary(manager))
             self._say_where_time_went(time.perf_counter() - started)
-            if args.record:
+            if self.recorder is not None:
                 _save(args.record, self.recorder)
 
     def _encode(

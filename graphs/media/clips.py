@@ -62,7 +62,7 @@ def animation(path: Path) -> Clip | None:
         try:
             if not is_animation(image):
                 return None
-            frames, seconds = image.n_frames, 0.0
+            frames, seconds = getattr(image, "n_frames", 1), 0.0
             for frame in range(frames):
                 image.seek(frame)
                 image.load()  # WebP tells a frame's time no sooner

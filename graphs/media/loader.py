@@ -166,7 +166,8 @@ class MediaLoader:
             if first is None:
                 first = width, height
                 target = _named(path, settings.target, height, width, last + 1, self.max_pixels)
-                grid = (last // 2 + 1, *(side // settings.patch_size for side in target))
+                rows, columns = (side // settings.patch_size for side in target)
+                grid = last // 2 + 1, rows, columns
                 pair = torch.empty(2, 3, *target, dtype=torch.uint8, device=self.device)
                 patches = pair.new_empty(grid[0], grid[1] * grid[2], 6 * settings.patch_size**2)
             if (width, height) != first:

@@ -65,11 +65,17 @@ class _Parcel:
         return _Parcel(_converted(self.item, lambda x: torch.as_tensor(x).pin_memory()))
 
 
-class _Sent(_Files):
+@dataclass(frozen=True)
+class _Sent:
     """The same in parcels."""
 
+    files: _Files
+
+    def __len__(self) -> int:
+        return len(self.files)
+
     def __getitem__(self, index: int) -> _Parcel:
-        return _Parcel(_converted(super().__getitem__(index), torch.Tensor.numpy))
+        return _Parcel(_converted(self.files[index], torch.Tensor.numpy))
 
 
 def default_workers(files: int, device: torch.device) -> int:
@@ -99,9 +105,14 @@ def read_all(
         return iter(map(_Files(loader, paths, whole).__getitem__, range(len(paths))))
     reader = MediaLoader.__new__(MediaLoader)
     reader.__dict__ |= vars(loader) | {"device": torch.device("cpu")}
-    files = _Sent(reader, paths, whole)
-    options = {"num_workers": workers, "prefetch_factor": AHEAD, "pin_memory": pin}
-    loaded = DataLoader(files, None, collate_fn=_as_it_is, **options)
+    loaded: DataLoader[_Parcel] = DataLoader(
+        _Sent(_Files(reader, paths, whole)),  # type: ignore[arg-type]  # a map-style data set
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=workers,
+        prefetch_factor=AHEAD,
+        pin_memory=pin,
+    )
     # DataLoader's own handler would raise wherever the caller is when a worker dies.
     handler = signal.getsignal(signal.SIGCHLD)
     items = iter(loaded)

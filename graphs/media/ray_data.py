@@ -51,7 +51,7 @@ class EncodeFiles:
     ) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
-        options = {"device": device, "dtype": dtype}
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.column = column
         self.loader = MediaLoader(model, **(loader or {}))
         self.encoder = (
@@ -83,13 +83,18 @@ class EncodeFiles:
         levels, width = len(config.deepstack_visual_indexes), config.output_width
         embeddings = torch.empty(0, width) if result is None else result.embeddings.float().cpu()
         merged, deepstack = split_embeddings(embeddings, levels)
-        found = isinstance(item, Media)
+        grid: tuple[int, int, int] = (0, 0, 0)
+        timestamps: tuple[float, ...] = ()
+        if isinstance(item, Media):
+            grid, timestamps, item = item.grid, item.timestamps, ""
         return {
             "embeddings": merged.numpy(),
-            "deepstack": np.stack([level.numpy() for level in deepstack] or [merged[None][:0]]),
-            "grid": np.array(item.grid if found else (0, 0, 0)),
-            "timestamps": np.array(item.timestamps if found else (), dtype=np.float64),
-            "error": "" if found else item,
+            "deepstack": np.stack(
+                [level.numpy() for level in deepstack] or [merged[None][:0].numpy()]
+            ),
+            "grid": np.array(grid),
+            "timestamps": np.array(timestamps, dtype=np.float64),
+            "error": item,
         }
 
 

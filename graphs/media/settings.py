@@ -233,19 +233,16 @@ def read_settings(
     stored_image = stored[0] if stored[0] is not None else _PUBLISHED_IMAGE
     # A video processor without a file of its own takes the image processor's.
     stored_video = next((one for one in reversed(stored) if one is not None), _PUBLISHED_VIDEO)
-    found = []
-    for kind, name, own, given in (
-        (ImageSettings, "image", stored_image, image),
-        (VideoSettings, "video", stored_video, video),
-    ):
-        try:
-            found.append(kind.of(own, given or {}))
-        except ValueError as error:
-            raise ValueError(f"{name} settings: {error}") from None
-    return tuple(found)
+    name = "image"
+    try:
+        of_images = ImageSettings.of(stored_image, image or {})
+        name = "video"
+        return of_images, VideoSettings.of(stored_video, video or {})
+    except ValueError as error:
+        raise ValueError(f"{name} settings: {error}") from None
 
 
-def _attributes(settings: type, processor: type) -> dict[str, Any]:
+def _attributes(settings: type, processor: Any) -> dict[str, Any]:
     """A processor's class defaults."""
     size = processor.size
     known = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
