@@ -58,8 +58,9 @@ def test_both_ways_give_our_encoders_rows(setup, systems, grids, budgets) -> Non
     eager, graph = systems
     check([eager.encode(batch)], [expected])
     check([torch.cat(graph.encode(batch))], [expected])
-    assert [budget for budget, _ in graph.replays()] == budgets
-    assert [captured is None for _, captured in graph.replays()] == [b is None for b in budgets]
+    replays = graph.replays(batch)
+    assert [budget for budget, _ in replays] == budgets
+    assert [captured is None for _, captured in replays] == [b is None for b in budgets]
 
 
 def test_capture_is_on_a_stream_of_its_own(monkeypatch) -> None:

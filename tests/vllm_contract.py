@@ -168,11 +168,11 @@ def test_what_misses_need_is_compiled_once_before_the_first_capture(
     model, make_manager, monkeypatch
 ) -> None:
     """KNOWN_FAILURES 12."""
-    from vitgraph.encoder import Qwen3VLVisionEncoder
+    from vitgraph.graphs.qwen3_vl import Qwen3VLGraphModel
 
     captures = []  # how many were made when the kernels were warmed up
     monkeypatch.setattr(
-        Qwen3VLVisionEncoder,
+        Qwen3VLGraphModel,
         "warm_up_encoder_eager",
         lambda encoder: captures.append(len(model.vitgraph._captures)),
     )

@@ -352,7 +352,7 @@ def test_doctor_knows_which_model_runner_vllm_takes(architecture, asked, monkeyp
 def test_the_benchmark_runs_vllms_tower(monkeypatch) -> None:
     """`vitgraph bench`: the same weights under vLLM's own tower and manager, without an engine."""
     stub_capture(monkeypatch)
-    from vitgraph.bench import systems
+    from vitgraph.bench import families, systems
     from vitgraph.bench.workloads import make_batch
     from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
 
@@ -379,7 +379,7 @@ def test_the_benchmark_runs_vllms_tower(monkeypatch) -> None:
     monkeypatch.setattr(graphs.EncoderCudaGraphManager, "capture", capture_and_stand_in)
     encoder = Qwen3VLVisionEncoder.random(VisionConfig.from_dict(VISION))
     setup = systems.Setup(encoder, tuple(BUDGETS), ITEMS, backends=("TORCH_SDPA", "NOSUCH"))
-    found, missing = systems.build(setup, ["vllm"])
+    found, missing = families.build(setup, ["vllm"])
     assert list(missing) == ["vllm NOSUCH"], missing
     assert [system.name for system in found] == ["vllm TORCH_SDPA eager", "vllm TORCH_SDPA graph"]
     for grids, budgets in (
@@ -394,4 +394,4 @@ def test_the_benchmark_runs_vllms_tower(monkeypatch) -> None:
             torch.testing.assert_close(
                 systems.rows(system.encode(batch)), expected, rtol=1e-4, atol=1e-4
             )
-        assert [budget for budget, _ in found[1].replays()] == budgets
+        assert [budget for budget, _ in found[1].replays(batch)] == budgets
