@@ -2,15 +2,18 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# The packages as a type checker finds them: it cannot see setuptools' import hooks.
+LINKS := $(addprefix build/types/vitgraph/,kernels encoder graphs bench)
 
 .PHONY: demo test test-triton test-vllm lint types clean
 
 demo: $(VENV)/.installed
 	$(BIN)/vitgraph demo
 
-test: $(VENV)/.installed
+test: $(VENV)/.installed $(LINKS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	$(BIN)/python -m pytest tests
 
 test-triton: $(VENV)/.installed
@@ -23,13 +26,17 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: $(VENV)/.installed
-	$(BIN)/mypy encoder graphs
+types: $(VENV)/.installed $(LINKS)
+	$(BIN)/mypy
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e '.[test]' ruff
+	$(BIN)/pip install -q -c constraints.txt -e '.[test]' ruff mypy
 	touch $@
 
+$(LINKS):
+	mkdir -p $(@D)
+	ln -s ../../../$(@F) $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) build

@@ -78,7 +78,8 @@ class Checkpoint:
         together = self.json("processor_config.json") or {}
         image = together.get("image_processor") or self.json("preprocessor_config.json")
         video = together.get("video_processor") or self.json("video_preprocessor_config.json")
-        return tuple(one if isinstance(one, dict) else None for one in (image, video))
+        image, video = (one if isinstance(one, dict) else None for one in (image, video))
+        return image, video
 
     def weight_map(self) -> dict[str, str]:
         """Tensor name -> file name, of every tensor of the checkpoint."""

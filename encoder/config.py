@@ -131,11 +131,11 @@ class VisionConfig:
         """Read config.json of a local directory or a hub repository."""
         checkpoint = open_checkpoint(model, revision)
         checkpoint.file("config.json")  # or a ValueError
-        return cls.from_dict(checkpoint.json("config.json"))
+        return cls.from_dict(checkpoint.json("config.json") or {})
 
 
-_LARGE = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304}
-_SMALL = {
+_LARGE: dict[str, Any] = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304}
+_SMALL: dict[str, Any] = {
     "depth": 24,
     "hidden_size": 1024,
     "intermediate_size": 4096,

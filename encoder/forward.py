@@ -97,9 +97,12 @@ def forward(tower: Tower, pixels: Tensor, layout: Layout, out: Tensor, plan: Pla
     ops.position_embedding(x, tower.pos_embed.weight, coords, rows)
     table = ops.rotary_table(coords, tower.frequencies, rows)
     for depth, layer in enumerate(tower.blocks):
+        assert isinstance(layer, Block)
         x = block(layer, x)
         if depth in config.deepstack_visual_indexes:
             level = config.deepstack_visual_indexes.index(depth)
-            merge(tower.deepstack_merger_list[level], x, levels[level])
+            merger = tower.deepstack_merger_list[level]
+            assert isinstance(merger, Merger)
+            merge(merger, x, levels[level])
     merge(tower.merger, x, merged)
     return out

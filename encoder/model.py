@@ -121,7 +121,7 @@ class Qwen3VLVisionEncoder(VisionModules):
     @classmethod
     def from_transformers(
         cls,
-        vision_model: nn.Module,
+        vision_model: Any,
         *,
         attention: str = "auto",
         pixel_dtype: torch.dtype | None = None,
@@ -130,12 +130,17 @@ class Qwen3VLVisionEncoder(VisionModules):
         not copied."""
         weight = vision_model.patch_embed.proj.weight
         config = VisionConfig.from_dict(vision_model.config.to_dict())
-        options = {"dtype": weight.dtype, "attention": attention, "pixel_dtype": pixel_dtype}
-        encoder = cls(config, device="meta", **options)
+        encoder = cls(
+            config,
+            device="meta",
+            dtype=weight.dtype,
+            attention=attention,
+            pixel_dtype=pixel_dtype,
+        )
         encoder.share_weights(vision_model)
         return encoder
 
-    def share_weights(self, vision_model: nn.Module) -> None:
+    def share_weights(self, vision_model: Any) -> None:
         """Use the parameters of transformers' tower, wherever they are now; nothing is copied but
         the norms' eps."""
         shared = {

@@ -1,6 +1,7 @@
 """Where a module's tensors were: graphs hold addresses, and encoders share weights."""
 
 import operator
+from collections.abc import Iterator
 from contextlib import suppress
 
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ class Addresses:
         """Whether all are where they were. Several hundred lookups before every batch: by map, in
         a tenth of the time that walking the modules takes."""
         with suppress(KeyError, TypeError):  # deleted, or None now
-            tensors = map(operator.getitem, self._owners, self._names)
+            tensors: Iterator[Tensor] = map(operator.getitem, self._owners, self._names)
             children = map(operator.getitem, self._parents, self._roles)
             addresses = [*map(Tensor.data_ptr, tensors)]
             return addresses == self._addresses and [*children] == self._children

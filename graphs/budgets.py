@@ -36,8 +36,10 @@ def resolve_budgets(
     Raises:
         ValueError: an unknown name.
     """
-    if budgets and not isinstance(budgets, str):
-        return tuple(sorted(set(budgets)))
+    if not isinstance(budgets, str):
+        if budgets:
+            return tuple(sorted(set(budgets)))
+        budgets = ""
     largest = budget_range[1]
     smallest = max(budget_range[0], min(max_items, largest))
     name, argument = check_name(budgets or "powers_of_two")

@@ -8,19 +8,24 @@ layer is timed with half of the rows and with all of them, and the smaller sum w
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitgraph.encoder import Qwen3VLVisionEncoder
 from vitgraph.encoder.attention.backends import BACKENDS, capability
 from vitgraph.encoder.attention.flash import describe
+from vitgraph.encoder.modules import Block
 from vitgraph.encoder.operations import LAYERS, Plan
 from vitgraph.kernels.launch import side_stream
-from vitgraph.kernels.linear import Provider, linear, linear_providers
+from vitgraph.kernels.linear import Activation, Provider, linear, linear_providers
 
 LAUNCHES, ROUNDS = 10, 5
 TYPICAL_SEQUENCE = 1024  # patches of a 512x512 image
+
+# (module, activation, one row a token, residual)
+Layer = tuple[nn.Linear, Activation | None, bool, bool]
 
 
 def calibrate(encoder: Qwen3VLVisionEncoder, num_patches: int, max_sequences: int) -> Plan:
@@ -39,13 +44,13 @@ def calibrate(encoder: Qwen3VLVisionEncoder, num_patches: int, max_sequences: in
     for name in LAYERS:
         times = _time_layer(encoder, name, num_patches)
         if len(times) > 1:
-            measured[name] = times
+            measured[name] = dict(times.items())
             providers[name] = min(times, key=times.__getitem__)
     plan = replace(encoder.plan, providers=providers)
     if encoder.auto_attention:
-        times, left_out = _time_attention(encoder, num_patches, max_sequences)
-        measured["attention"] = times
-        plan = replace(plan, attention=min(times, key=times.__getitem__), left_out=left_out)
+        backends, left_out = _time_attention(encoder, num_patches, max_sequences)
+        measured["attention"] = backends
+        plan = replace(plan, attention=min(backends, key=backends.__getitem__), left_out=left_out)
     return replace(plan, microseconds=measured)
 
 
@@ -82,10 +87,11 @@ def _time_layer(
     return times
 
 
-def layer_of(encoder: Qwen3VLVisionEncoder, name: str) -> tuple:
-    """(module, activation, one row a token, residual) of a layer in LAYERS."""
+def layer_of(encoder: Qwen3VLVisionEncoder, name: str) -> Layer:
+    """A layer in LAYERS."""
     block, merger = encoder.blocks[0], encoder.merger
-    return {
+    assert isinstance(block, Block)
+    layers: dict[str, Layer] = {
         "embed": (encoder.patch_embed.proj, None, False, False),
         "qkv": (block.attn.qkv, None, False, False),
         "proj": (block.attn.proj, None, False, True),
@@ -93,7 +99,8 @@ def layer_of(encoder: Qwen3VLVisionEncoder, name: str) -> tuple:
         "fc2": (block.mlp.linear_fc2, None, False, True),
         "merger_fc1": (merger.linear_fc1, "gelu", True, False),
         "merger_fc2": (merger.linear_fc2, None, True, False),
-    }[name]
+    }
+    return layers[name]
 
 
 def _time_attention(
@@ -125,9 +132,7 @@ def _time_attention(
             for layout in layouts:
                 attend = build(layout, encoder.heads)
                 best = min((us for other, us in times.items() if other != name), default=math.inf)
-                times[name] += _microseconds(
-                    lambda attend=attend: attend(qkv), give_up=3 * best + 2000
-                )
+                times[name] += _microseconds(partial(attend, qkv), give_up=3 * best + 2000)
         except Exception as error:
             if name == "triton":  # nothing else is sure to serve
                 raise

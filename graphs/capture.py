@@ -61,6 +61,12 @@ class BudgetGraphs:
     ) -> None:
         self.model, self.limits, self.device, self.dtype = model, limits, device, dtype
         self.config = model.get_encoder_cudagraph_config()
+        keys = self.config.input_key_by_modality
+        if missing := [name for name in self.config.modalities if name not in keys]:
+            raise ValueError(
+                f"{type(model).__name__} has graphs for {', '.join(missing)}, but an input only "
+                f"for {', '.join(keys)} (input_key_by_modality)"
+            )
         self.by_budget: dict[int, BudgetGraphMetadata] = {}
         self.dropped: tuple[int, ...] = ()
         self._addresses: Addresses | None = None
@@ -100,6 +106,7 @@ class BudgetGraphs:
                     graph.mm_kwargs, graph.metadata_buffers
                 )
             else:
+                assert graph.output_buffer is not None
                 graph.graph.replay()
                 output = graph.output_buffer
             return output[:tokens] if borrow else output[:tokens].clone()
@@ -135,7 +142,8 @@ class BudgetGraphs:
             _copy_rows(buffer, source)
 
     def _input_key(self, mm_kwargs: dict[str, Any]) -> str:
-        return next(key for key in self.config.input_key_by_modality.values() if key in mm_kwargs)
+        keys = (self.config.input_key_by_modality[name] for name in self.config.modalities)
+        return next(key for key in keys if key in mm_kwargs)
 
     @contextmanager
     def _after_last_use(self) -> Iterator[None]:
@@ -202,7 +210,8 @@ class BudgetGraphs:
                 in_place = any(_same_storage(output, static) for static in statics)
                 if not in_place:
                     output = torch.zeros_like(output)
-                    output = output if largest is None else _prefix(largest.output_buffer, output)
+                    if largest is not None and largest.output_buffer is not None:
+                        output = _prefix(largest.output_buffer, output)
                 metadata.output_buffer = output
                 # thread_local: work of other threads does not invalidate the capture, nor it theirs
                 with torch.cuda.graph(

@@ -40,22 +40,20 @@ class CompilationConfig:
             raise ValueError(
                 f"cudagraph_mm_encoder: {self.cudagraph_mm_encoder!r} is neither true nor false"
             )
-        if not isinstance(self.encoder_cudagraph_token_budgets, str | list | tuple):
+        budgets = self.encoder_cudagraph_token_budgets
+        if not isinstance(budgets, str | list | tuple):
             raise ValueError(
-                f"encoder_cudagraph_token_budgets: {self.encoder_cudagraph_token_budgets!r} is no "
-                f"list of capacities"
+                f"encoder_cudagraph_token_budgets: {budgets!r} is no list of capacities"
             )
-        named = isinstance(self.encoder_cudagraph_token_budgets, str)
-        budgets = () if named else tuple(self.encoder_cudagraph_token_budgets)
-        for budget in budgets:
-            if not _is_count(budget) or budget < 1:
-                raise ValueError(
-                    f"encoder_cudagraph_token_budgets: {budget!r} in {list(budgets)} is no "
-                    f"positive integer"
-                )
-        if named:
-            check_name(self.encoder_cudagraph_token_budgets)
+        if isinstance(budgets, str):
+            check_name(budgets)
         else:
+            for budget in budgets:
+                if not _is_count(budget) or budget < 1:
+                    raise ValueError(
+                        f"encoder_cudagraph_token_budgets: {budget!r} in {list(budgets)} is no "
+                        f"positive integer"
+                    )
             object.__setattr__(self, "encoder_cudagraph_token_budgets", tuple(sorted(set(budgets))))
         items = self.encoder_cudagraph_max_images_per_batch
         if not _is_count(items) or items < 0:
@@ -159,6 +157,7 @@ def infer_limits(
         ValueError: more items asked for than the smallest budget has tokens.
     """
     budgets = config.encoder_cudagraph_token_budgets
+    assert not isinstance(budgets, str)  # `resolve_budgets` was there before
     max_items = config.encoder_cudagraph_max_images_per_batch
     smallest, largest = budget_range
     if max_items > budgets[0]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitgraph.graphs.manager import EncoderCudaGraphManager
-from vitgraph.graphs.protocol import checked
+from vitgraph.graphs.protocol import look
 from vitgraph.graphs.qwen3_vl import as_model
 
 # Its name from torch 2.13 on; the older one warns there.
@@ -97,13 +97,14 @@ class DataParallelEncoder:
             return self._execute(mm_kwargs)
 
     def _execute(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
-        model, error, digest = self.model, None, INVALID
+        model, digest = self.model, INVALID
+        error: Exception | None = None
         own: Tensor | None = None
         self._calls += 1
         try:
-            mm_kwargs = checked(model, mm_kwargs)
+            mm_kwargs, items = look(model, mm_kwargs)
             sizes = model.get_encoder_cudagraph_per_item_input_sizes(mm_kwargs)
-            tokens = model.get_encoder_cudagraph_per_item_output_tokens(mm_kwargs)
+            tokens = [item.tokens for item in items]
             ranks, digest = assign(sizes, self.world), FAILED
             own = self._encode(mm_kwargs, ranks[self.rank], len(sizes))
             digest = _digest(self._calls, self.dtype, mm_kwargs, sizes)
@@ -111,11 +112,16 @@ class DataParallelEncoder:
             error = mistake
         # The encoder's work has only been launched: the GPU does not wait for this.
         problem = self._compare(digest)
-        if error is not None or problem is not None:
-            raise error or problem
+        if error is None:
+            error = problem
+        if error is not None:
+            raise error
         if not sizes:
             return []
-        return self._gather(own, ranks, tokens) if self.world > 1 else list(own.split(tokens))
+        if self.world > 1:
+            return self._gather(own, ranks, tokens)
+        assert own is not None  # the only rank has all items
+        return list(own.split(tokens))
 
     def _encode(
         self, mm_kwargs: dict[str, Any], indices: list[int], num_items: int
@@ -142,18 +148,20 @@ class DataParallelEncoder:
         if own is not None:
             mine[: len(own)].copy_(own)
         _all_gather(rows, mine, group=self.group)
-        outputs: list[Tensor | None] = [None] * len(tokens)
+        outputs: dict[int, Tensor] = {}
         for rank, indices in enumerate(ranks):
             start = rank * share
             for index in indices:
                 outputs[index] = rows[start : start + tokens[index]]
                 start += tokens[index]
-        return outputs
+        return [outputs[index] for index in range(len(tokens))]
 
     def _host_group(self) -> dist.ProcessGroup:
         """A gloo group of the same ranks."""
         if dist.get_backend(self.group) == "gloo":
-            return self.group or dist.group.WORLD
+            group = self.group or dist.group.WORLD
+            assert group is not None  # this rank is in it
+            return group
         members = dist.get_process_group_ranks(self.group)
         return dist.new_group(members, backend="gloo", use_local_synchronization=True)
 

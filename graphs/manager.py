@@ -15,8 +15,7 @@ from vitgraph.graphs.config import CompilationConfig, infer_limits
 from vitgraph.graphs.packing import Item, Pack, greedy
 from vitgraph.graphs.protocol import (
     SupportsEncoderCudaGraph,
-    checked,
-    items_of,
+    look,
     require_protocol,
 )
 from vitgraph.graphs.qwen3_vl import as_model
@@ -210,8 +209,7 @@ class EncoderCudaGraphManager:
         self, mm_kwargs: dict[str, Any], *, borrow: bool = False
     ) -> tuple[Tensor, list[int]]:
         """`execute`, with the rows of all items in one tensor and the tokens of each item."""
-        mm_kwargs = checked(self.model, mm_kwargs)
-        items = items_of(self.model, mm_kwargs)
+        mm_kwargs, items = look(self.model, mm_kwargs)
         if not items:
             width = self.model.get_encoder_cudagraph_config().out_hidden_size
             return torch.empty(0, width, dtype=self.dtype, device=self.device), []
@@ -230,7 +228,7 @@ class EncoderCudaGraphManager:
             self._graphs.check_addresses()
         watches = [Stopwatch(self.device, self.on_pack is not None) for _ in plan]
         if len(plan) == 1:
-            with watches[0]:
+            with watches[0]:  # all of the batch
                 rows = self._run(mm_kwargs, plan[0], borrow)
         else:
             rows = self._run_apart(mm_kwargs, plan, items, watches)
@@ -257,17 +255,17 @@ class EncoderCudaGraphManager:
         rows: Tensor | None = None
         for pack, watch in zip(plan, watches, strict=True):
             with watch:
-                part = self._run(mm_kwargs, pack, True)
+                selected = self.model.select_encoder_cudagraph_items(mm_kwargs, list(pack.indices))
+                part = self._run(selected, pack, True)
                 if rows is None:
                     rows = part.new_empty(sum(tokens), *part.shape[1:])
                     places = rows.split(tokens)
                 parts = part.split([tokens[index] for index in pack.indices])
                 torch._foreach_copy_([places[index] for index in pack.indices], list(parts))
+        assert rows is not None  # there are several packs
         return rows
 
     def _run(self, mm_kwargs: dict[str, Any], pack: Pack, borrow: bool) -> Tensor:
-        if len(pack.indices) < self.model.get_encoder_cudagraph_num_items(mm_kwargs):
-            mm_kwargs = self.model.select_encoder_cudagraph_items(mm_kwargs, list(pack.indices))
         if pack.budget is None:
             return self.model.encoder_eager_forward(mm_kwargs)
         return self._graphs.replay(mm_kwargs, pack.budget, pack.tokens, borrow=borrow)

@@ -120,16 +120,23 @@ def require_protocol(model: object) -> None:
         raise ValueError(f"{type(model).__name__} lacks {', '.join(missing)}")
 
 
-def checked(model: SupportsEncoderCudaGraph, mm_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The batch, validated where the model can; no later method reads the device then."""
-    check = getattr(model, "check_encoder_inputs", None)
-    return mm_kwargs if check is None else check(mm_kwargs)
+def look(
+    model: SupportsEncoderCudaGraph, mm_kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], list[Item]]:
+    """The batch, validated where the model can (no later method reads the device then), and what
+    packing must know of its items.
 
-
-def items_of(model: SupportsEncoderCudaGraph, mm_kwargs: dict[str, Any]) -> list[Item]:
-    """What packing must know of a batch."""
+    Raises:
+        ValueError: what the model's check says, or a model whose answers do not fit together.
+    """
+    if check := getattr(model, "check_encoder_inputs", None):
+        mm_kwargs = check(mm_kwargs)
     tokens = model.get_encoder_cudagraph_per_item_output_tokens(mm_kwargs)
+    if (count := model.get_encoder_cudagraph_num_items(mm_kwargs)) != len(tokens):
+        raise ValueError(
+            f"{type(model).__name__} says that a batch has {count} items, and {len(tokens)} outputs"
+        )
     sequences = [1] * len(tokens)
-    if hasattr(model, "get_encoder_cudagraph_per_item_sequences"):
-        sequences = model.get_encoder_cudagraph_per_item_sequences(mm_kwargs)
-    return list(map(Item, tokens, sequences))
+    if per_item := getattr(model, "get_encoder_cudagraph_per_item_sequences", None):
+        sequences = per_item(mm_kwargs)
+    return mm_kwargs, list(map(Item, tokens, sequences))

@@ -86,6 +86,7 @@ class Statistics:
 
     def record_replay(self, pack: Pack) -> None:
         """Count a replay."""
+        assert pack.budget is not None
         budget = self.budgets[pack.budget]
         budget.replays += 1
         budget.items += len(pack.indices)

@@ -63,6 +63,7 @@ class VisionTower(nn.Module):
     """First base of a served tower's class, before transformers' own."""
 
     vitgraph: _Service | None
+    config: Any
 
     def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
         """Encode through the manager; inference only. Returns transformers' output without
@@ -136,7 +137,7 @@ def _wants_gradients(tower: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in tower.parameters())
 
 
-def _check_plain(tower: nn.Module) -> None:
+def _check_plain(tower: Any) -> None:
     """Our forward knows the tower's weights and nothing else that may be on it."""
     for name, module in tower.named_modules():
         if module._forward_hooks or module._forward_pre_hooks:
@@ -152,7 +153,7 @@ def _check_plain(tower: nn.Module) -> None:
         raise ValueError(reason)
 
 
-def _tower(model: nn.Module) -> nn.Module:
+def _tower(model: nn.Module) -> Any:
     owner = model if hasattr(model, "visual") else getattr(model, "model", None)
     tower = getattr(owner, "visual", None)
     if not hasattr(tower, "deepstack_merger_list"):

@@ -21,12 +21,19 @@ from vitgraph.kernels.launch import num_multiprocessors, row_count
 
 
 class TileConfig(Protocol):
-    """What the table needs to know of a kernel: query rows of a tile, keys of a step, and whether
-    it can join the parts of an item."""
+    """What the table needs to know of a kernel."""
 
-    block_m: int
-    block_n: int
-    can_split: bool
+    @property
+    def block_m(self) -> int:
+        """Query rows of a tile."""
+
+    @property
+    def block_n(self) -> int:
+        """Keys of a step."""
+
+    @property
+    def can_split(self) -> bool:
+        """Whether the kernel can join the parts of an item."""
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 @functools.cache
-def in_background(arch: str, group: str, release: str) -> "Future[list[dict[str, Any]]]":
+def in_background(arch: str, group: str, release: str | None) -> "Future[list[dict[str, Any]]]":
     """`compiled`, beside others; ask for many before waiting for one."""
     return _pool().submit(compiled, arch, group, release)
 

@@ -26,15 +26,18 @@ ASKED = os.environ.get("CI") or os.environ.get("VITGRAPH_TRITON_RELEASES")
 
 
 @pytest.fixture(params=RELEASES)
-def release(request) -> str:
-    """A release of Triton that is there, with all of its compilations under way."""
+def release(request) -> str | None:
+    """A release of Triton that is there (None: the installed one), its compilations under way."""
     release = request.param
-    if not (ASKED or (compile_kernels.cache() / release).exists()):
+    if release == triton.__version__:
+        release = None
+    elif not (ASKED or (compile_kernels.cache() / release).exists()):
         pytest.skip(f"triton {release} is a download of 200 MB: CI=1 or make test-triton")
-    try:
-        compile_kernels.fetch(release)
-    except OSError as error:
-        pytest.skip(f"triton {release} cannot be downloaded: {error}")
+    else:
+        try:
+            compile_kernels.fetch(release)
+        except OSError as error:
+            pytest.skip(f"triton {release} cannot be downloaded: {error}")
     for group, architectures in GROUPS.items():
         for arch in architectures:
             compile_kernels.in_background(arch, group, release)
@@ -64,10 +67,9 @@ def test_no_wgmma_loses_its_registers(release):
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-@pytest.mark.parametrize("group", ["core", "every_dtype"])
-def test_no_spills(arch, group):
+def test_no_spills_in_any_dtype(arch):
     """Under the installed release."""
-    kernels = compiled(arch, group)
+    kernels = compiled(arch, "every_dtype")
     assert len(kernels) > 12
     assert [k for k in kernels if k["stack_bytes"]] == []
 

@@ -403,3 +403,19 @@ def test_a_processors_whole_output_may_be_handed_in(manager, batch) -> None:
     mm_kwargs = batch([(1, 4, 4)])
     text = {"input_ids": torch.zeros(1, 3), "attention_mask": torch.ones(1, 3)}
     assert torch.equal(manager.execute(mm_kwargs | text)[0], manager.execute(mm_kwargs)[0])
+
+
+def test_a_model_that_contradicts_itself_is_named() -> None:
+    class Miscounts(SegmentSum):
+        def get_encoder_cudagraph_num_items(self, mm_kwargs) -> int:
+            return 3
+
+    class NoInput(SegmentSum):
+        def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
+            return EncoderCudaGraphConfig(("sound", "smell"), {"sound": "samples"}, (), 3)
+
+    batch = {"samples": torch.ones(6, 5), "lengths": [2, 4]}
+    with pytest.raises(ValueError, match="Miscounts says that a batch has 3 items, and 2 outputs"):
+        EncoderCudaGraphManager(Miscounts()).execute(batch)
+    with pytest.raises(ValueError, match="NoInput has graphs for smell, but an input only for s"):
+        EncoderCudaGraphManager(NoInput())

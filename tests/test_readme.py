@@ -104,6 +104,15 @@ def test_triton_releases() -> None:
     assert list(runs) == ["3.6.0", "3.7.1", "3.8.0", "3.9.0"]
 
 
+def test_packing() -> None:
+    found = result("packing")["mixes"]["one photograph"]
+    greedy15, greedy29, cost8, cost29 = (
+        f"{found[name]['ratio']:.3f}" for name in ("greedy15", "greedy29", "cost8", "cost29")
+    )
+    assert says(BENCH, f"15 budgets {greedy15}, 29 budgets {greedy29}, packing")
+    assert says(BENCH, f"time {cost8} with 8 budgets and {cost29} with 29")
+
+
 def test_ptxas() -> None:
     found = result("ptxas")
     assert found["same_bits"] and list(found["results"]) == ["12.8", "12.9", "13.4"]

@@ -40,7 +40,8 @@ def triton(layout: Layout, heads: Heads) -> Attend:
 
 def sdpa(layout: Layout, heads: Heads) -> Attend:
     """Attend with torch, one call a run of sequences of equal length."""
-    if layout.seqlens is None:
+    seqlens = layout.seqlens
+    if seqlens is None:
         raise ValueError(
             "attention backend 'sdpa' reads sequence lengths on the host and cannot be captured"
         )
@@ -48,7 +49,7 @@ def sdpa(layout: Layout, heads: Heads) -> Attend:
     def attend(qkv: Tensor) -> Tensor:
         out = qkv.new_empty(qkv.shape[0], *qkv.shape[2:])  # [P, H, D]
         start = 0
-        for length, run in groupby(layout.seqlens):
+        for length, run in groupby(seqlens):
             count = sum(1 for _ in run)
             rows = slice(start, start + count * length)
             q, k, v = qkv[rows].unflatten(0, (count, length)).permute(2, 0, 3, 1, 4)  # [n, H, L, D]

@@ -8,6 +8,7 @@ import functools
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,7 +108,7 @@ def load_torch(heads: Heads) -> Varlen:
     return _positional(varlen_attn)
 
 
-def _positional(function: Callable[..., Tensor]) -> Varlen:
+def _positional(function: Callable[..., Any]) -> Varlen:
     def attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> Tensor:
         return function(q, k, v, offsets, offsets, longest, longest)
 

@@ -62,12 +62,12 @@ def demo(args: argparse.Namespace, console: Console) -> int:
 def _compare(
     reference: nn.Module, results: list[Result], dtype: torch.dtype, console: Console
 ) -> int:
-    weight = reference.patch_embed.proj.weight
+    device = next(reference.parameters()).device
     worst = 0.0
     for result in results:
-        pixels = result.media.pixel_values.to(weight.device, dtype)
+        pixels = result.media.pixel_values.to(device, dtype)
         with torch.no_grad():
-            output = reference(pixels, torch.tensor([result.media.grid], device=weight.device))
+            output = reference(pixels, torch.tensor([result.media.grid], device=device))
         expected = torch.cat([output.pooler_output, *output.deepstack_features], dim=1).double()
         error = (result.embeddings.double() - expected).norm() / expected.norm()
         worst = max(worst, error.item())

@@ -7,6 +7,7 @@ line that cannot be answered says what went wrong.
 import platform
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -76,7 +77,7 @@ def devices() -> Rows:
     import torch
 
     for index in range(torch.cuda.device_count()):
-        yield f"cuda:{index}", attempt(lambda i=index: _gpu(i)), attempt(lambda i=index: tier(i))
+        yield f"cuda:{index}", attempt(partial(_gpu, index)), attempt(partial(tier, index))
 
 
 def _gpu(index: int) -> str:
@@ -168,7 +169,7 @@ def installed() -> Rows:
     """Versions, of the modules in use where they have been imported."""
     yield "python", platform.python_version()
     for distribution, module in MODULES.items():
-        yield distribution, attempt(lambda d=distribution, m=module: version_of(d, m))
+        yield distribution, attempt(partial(version_of, distribution, module))
 
 
 def version_of(distribution: str, module: str) -> str:

@@ -67,8 +67,8 @@ def precompile(
         heads = torch.empty(16, 3, config.num_heads, config.head_dim, dtype=dtype)
         isolate(heads, layout.num_patches, TAIL)  # some attention libraries need it
         model = Qwen3VLGraphModel(encoder)
-        for grids in EAGER_SHAPES:
-            encoder(model.make_encoder_inputs(grids)["pixel_values"], grids)
+        for shape in EAGER_SHAPES:
+            encoder(model.make_encoder_inputs(shape)["pixel_values"], shape)
     return compiled
 
 

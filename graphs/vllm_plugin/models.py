@@ -29,5 +29,6 @@ except Exception as error:
         type(error).__name__,
         error,
     )
-    Qwen3VLForConditionalGeneration = VllmQwen3VL
-    Qwen3VLMoeForConditionalGeneration = VllmQwen3VLMoe
+    # A name has one class to a type checker; to vLLM it has whichever could be made.
+    Qwen3VLForConditionalGeneration = VllmQwen3VL  # type: ignore[misc]
+    Qwen3VLMoeForConditionalGeneration = VllmQwen3VLMoe  # type: ignore[misc]

@@ -6,14 +6,38 @@ replace: how captured tensors are handed over, and what `postprocess_encoder_out
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from vitgraph.encoder.inputs import outlives
 
 PIXELS, GRIDS = "pixel_values", "grid_thw"
+
+if TYPE_CHECKING:  # what vLLM's classes have for `super()`; signatures differ between releases
+
+    class VllmModel:
+        """A model's."""
+
+        visual: Any
+        get_encoder_cudagraph_config: Callable[..., Any]
+        select_encoder_cudagraph_items: Callable[..., Any]
+        prepare_encoder_cudagraph_capture_inputs: Callable[..., Any]
+        prepare_encoder_cudagraph_replay_buffers: Callable[..., Any]
+        encoder_cudagraph_forward: Callable[..., Any]
+        postprocess_encoder_output: Callable[..., None]
+
+        def __init__(self, *, vllm_config: Any, prefix: str) -> None: ...
+
+    class VllmTower:
+        """A vision tower's."""
+
+        forward: Callable[..., Tensor]
+
+else:
+    VllmModel = VllmTower = object
 
 
 @dataclass(frozen=True)

@@ -88,8 +88,8 @@ def runner(architecture: str) -> str:
 
     asked = getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", None)  # None: vLLM decides
     if asked is None:
-        major, minor = re.match(r"(\d+)\.(\d+)", _release()).groups()
-        asked = (int(major), int(minor)) >= V2_SINCE[architecture]
+        major, minor, *_ = map(int, re.findall(r"\d+", _release()))
+        asked = (major, minor) >= V2_SINCE[architecture]
     return "V2" if asked else "V1"
 
 

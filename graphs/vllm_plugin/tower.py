@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
 from vitgraph.encoder.attention.backends import FREE_OF_EMPTY_SEQUENCES
@@ -17,7 +17,7 @@ from vitgraph.encoder.sharing import why_not_shareable
 from vitgraph.graphs.qwen3_vl import Qwen3VLGraphModel
 from vitgraph.graphs.vllm_plugin.metrics import TowerMetrics
 from vitgraph.graphs.vllm_plugin.names import logger
-from vitgraph.graphs.vllm_plugin.protocol import GRIDS, PIXELS
+from vitgraph.graphs.vllm_plugin.protocol import GRIDS, PIXELS, ReleaseShape, VllmTower
 from vitgraph.kernels.linear import PixelNormalization
 
 
@@ -28,10 +28,12 @@ class SharedEncoder:
         tower: vLLM's, its parameters as yet unloaded.
         vision_config: Hugging Face's.
         attention: name of our backend.
+        shape: of the running release's encoder graph protocol.
     """
 
-    def __init__(self, tower: nn.Module, vision_config: Any, attention: str) -> None:
+    def __init__(self, tower: Any, vision_config: Any, attention: str, shape: ReleaseShape) -> None:
         self.tower, self.vision_config, self.attention = tower, vision_config, attention
+        self.shape = shape
         self.pixel_normalization = _normalization(getattr(tower, "input_norm", None))
         self.captured = False
         self._moved = False
@@ -53,7 +55,9 @@ class SharedEncoder:
     @property
     def model(self) -> Qwen3VLGraphModel:
         """The encoder as of the last `refresh`, as a model of a graph manager."""
-        if self._model is None and not self.refresh():
+        if self._model is None:
+            self.refresh()
+        if self._model is None:
             raise RuntimeError(f"vitgraph: {self.unshareable}; set VITGRAPH_DISABLE=1")
         return self._model
 
@@ -179,12 +183,13 @@ class SharedEncoder:
             attention=self.attention,
             pixel_dtype=torch.uint8 if self.pixel_normalization is not None else None,
         )
-        if self.pixel_normalization is not None:  # its buffers may have been loaded since
-            encoder.normalization = _normalization(tower.input_norm)
+        # Anew: its buffers may have been loaded since.
+        if (normalization := _normalization(getattr(tower, "input_norm", None))) is not None:
+            encoder.normalization = normalization
         return encoder
 
 
-class AdoptedTower:
+class AdoptedTower(VllmTower):
     """Mixed into the class of vLLM's tower; `vitgraph` is its `SharedEncoder`."""
 
     vitgraph: SharedEncoder
@@ -198,16 +203,16 @@ class AdoptedTower:
         return self.vitgraph.encode(x, grid_thw)
 
 
-def adopt(tower: nn.Module, vision_config: Any, attention: str) -> SharedEncoder:
+def adopt(tower: Any, vision_config: Any, attention: str, shape: ReleaseShape) -> SharedEncoder:
     """Give vLLM's tower our forward; its parameters, attributes and loading stay its own."""
     theirs = type(tower)
     tower.__class__ = type(f"Vitgraph{theirs.__name__}", (AdoptedTower, theirs), {})
-    tower.vitgraph = SharedEncoder(tower, vision_config, attention)
+    tower.vitgraph = shared = SharedEncoder(tower, vision_config, attention, shape)
     logger.debug("vitgraph: adopted %s", theirs.__name__)
-    return tower.vitgraph
+    return shared
 
 
-def _normalization(input_norm: nn.Module | None) -> PixelNormalization | None:
+def _normalization(input_norm: Any) -> PixelNormalization | None:
     """vLLM's on-device normalisation of bytes, in our terms: x * weight + bias."""
     if input_norm is None or getattr(input_norm, "input_dtype", None) is None:
         return None

@@ -14,11 +14,11 @@ from vitgraph.encoder.sharing import why_not_shareable
 from vitgraph.graphs.qwen3_vl import KEYS
 from vitgraph.graphs.vllm_plugin.backends import counterpart
 from vitgraph.graphs.vllm_plugin.names import logger
-from vitgraph.graphs.vllm_plugin.protocol import ReleaseShape, detect_shape
+from vitgraph.graphs.vllm_plugin.protocol import ReleaseShape, VllmModel, detect_shape
 from vitgraph.graphs.vllm_plugin.tower import SharedEncoder, adopt
 
 
-class VisionTowerWrapper:
+class VisionTowerWrapper(VllmModel):
     """First base of our models, before vLLM's class.
 
     Where our tower cannot serve, `encoder` is None, every method is vLLM's own, and the log says
@@ -29,7 +29,6 @@ class VisionTowerWrapper:
         ranks = replicate_tower(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         encoder: SharedEncoder | None = None
-        shape: ReleaseShape | None = None
         try:
             shape = detect_shape()
             reason = why_not_served(vllm_config)
@@ -37,7 +36,7 @@ class VisionTowerWrapper:
                 encoder = _adopt(self.visual, vllm_config, shape)
         except Exception as error:
             reason = str(error)
-        self.vitgraph, self.vitgraph_shape = encoder, shape
+        self.vitgraph = encoder
         self._vitgraph_declined: dict[str, Any] | None = None
         no_graphs = why_no_graphs(vllm_config, encoder)
         if vllm_config.compilation_config.cudagraph_mm_encoder and no_graphs is not None:
@@ -60,13 +59,13 @@ class VisionTowerWrapper:
             "on" if vllm_config.compilation_config.cudagraph_mm_encoder else "off",
             ranks,
             "" if ranks == 1 else "s, weights replicated and items shared out",
-            shape.releases,
+            encoder.shape.releases,
         )
 
     def get_encoder_cudagraph_config(self) -> Any:
         """vLLM's, with two captured tensors."""
         config = super().get_encoder_cudagraph_config()
-        return config if self.vitgraph is None else self.vitgraph_shape.config(config)
+        return config if self.vitgraph is None else self.vitgraph.shape.config(config)
 
     def select_encoder_cudagraph_items(
         self, mm_kwargs: dict[str, Any], indices: list[int]
@@ -99,9 +98,9 @@ class VisionTowerWrapper:
                 *path_and_axes,
                 **keywords,
             )
-        if not self.vitgraph_shape.merged_values:
+        if not self.vitgraph.shape.merged_values:
             _name_memory(self.vitgraph.model.estimate_encoder_memory(token_budget), token_budget)
-        return self.vitgraph_shape.capture_inputs(
+        return self.vitgraph.shape.capture_inputs(
             *self.vitgraph.capture_buffers(
                 token_budget, max_batch_size, max_frames_per_batch, device
             )
@@ -128,16 +127,16 @@ class VisionTowerWrapper:
         pixels = mm_kwargs[pixel_key]
         grids = check_grids(mm_kwargs[grid_key], self.visual.spatial_merge_size)
         if reason := self.vitgraph.why_not_replayable(pixels, grids):
-            if not self.vitgraph_shape.item_specs:
+            if not self.vitgraph.shape.item_specs:
                 raise RuntimeError(f"vitgraph: {reason}")
             _warn_once(reason)
             self._vitgraph_declined = mm_kwargs
             pixels, grids = None, Grids()
         else:
             self.vitgraph.start_replay(grids)
-            if not self.vitgraph_shape.item_specs:  # nothing is called after the replay
+            if not self.vitgraph.shape.item_specs:  # nothing is called after the replay
                 self.vitgraph.metrics.end_replay(timed=False)
-        return self.vitgraph_shape.replay_buffers(
+        return self.vitgraph.shape.replay_buffers(
             pixels, self.vitgraph.replay_grids(grids, max_batch_size)
         )
 
@@ -155,10 +154,10 @@ class VisionTowerWrapper:
     ) -> None:
         """vLLM's; a pack that was declined is encoded first."""
         declined, self._vitgraph_declined = self._vitgraph_declined, None
-        if declined is not None and declined is batch_mm_kwargs:
+        if self.vitgraph is not None and declined is not None and declined is batch_mm_kwargs:
             pixel_key, grid_key = _keys(declined)
             rows = self.vitgraph.encode(declined[pixel_key], declined[grid_key], "declined")
-            output = self.vitgraph_shape.outputs(rows)
+            output = self.vitgraph.shape.outputs(rows)
         elif self.vitgraph is not None:
             self.vitgraph.metrics.end_replay()
         super().postprocess_encoder_output(
@@ -249,7 +248,7 @@ def _adopt(tower: Any, vllm_config: Any, shape: ReleaseShape) -> SharedEncoder:
     if not shape.item_specs and attention not in FREE_OF_EMPTY_SEQUENCES:
         # These releases cannot take a pack back that has more frames than a graph has slots.
         attention = "triton"
-    return adopt(tower, vision_config, attention)
+    return adopt(tower, vision_config, attention, shape)
 
 
 @functools.lru_cache(maxsize=64)
