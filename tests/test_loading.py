@@ -1,5 +1,8 @@
 """Items read in other processes are those read in this one, in the order of the files."""
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -36,3 +39,21 @@ def test_how_many_workers(monkeypatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda process: range(64))
     assert [default_workers(files, gpu) for files in (1, 8, 1000)] == [0, 2, 16]
     assert default_workers(1000, cpu) == 0
+
+
+def test_a_dead_worker_disturbs_nobody_but_who_waits_for_it(monkeypatch) -> None:
+    """The caller may be in the middle of anything, a write say, when it dies."""
+    read = MediaLoader.read
+
+    def die(self, path, **options) -> object:
+        if path == PHOTOS[1]:
+            time.sleep(1)  # until the first item is on its way
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read(self, path, **options)
+
+    monkeypatch.setattr(MediaLoader, "read", die)
+    items = read_all(MediaLoader(max_pixels=64 * 64), PHOTOS[:2], 1)
+    assert isinstance(next(items), Media)
+    time.sleep(3)
+    with pytest.raises(ValueError, match="reading files: DataLoader worker"):
+        next(items)
