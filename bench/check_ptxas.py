@@ -15,11 +15,11 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from vitgraph.bench.outputs import output_file
@@ -96,10 +96,9 @@ def main() -> int:
         parser.error("two or more NAME=PATH of ptxas")
     named = [one.split("=", 1) for one in args.ptxas]
     console = Console(width=140)
-    results = {
-        name: run(Path(path), args.rounds)
-        for name, path in track(named, "assembling and running", console=console)
-    }
+    with ThreadPoolExecutor() as pool, console.status("assembling and running"):
+        found = pool.map(lambda one: run(Path(one[1]), args.rounds), named)
+        results = {name: result for (name, _), result in zip(named, found, strict=True)}
     view = Table("variant", *results, "same bits", box=None, title="worst error of a row")
     same_everywhere = True
     first = next(iter(results.values()))
