@@ -334,3 +334,9 @@ def test_too_thin_an_image_is_named(loader, tmp_path) -> None:
     Image.new("RGB", (4010, 20)).save(tmp_path / "thin.png")
     with pytest.raises(ValueError, match=r"thin\.png: absolute aspect ratio"):
         loader.image(tmp_path / "thin.png")
+
+
+def test_a_path_may_be_a_string() -> None:
+    path = Path(__file__).parents[1] / "graphs/cli/photos/cat.jpg"
+    loader = MediaLoader(max_pixels=64 * 64)
+    assert loader.load(str(path)).grid == loader.load(path).grid

@@ -101,14 +101,14 @@ class MediaLoader:
         """
         return self.finish(self._video(path))
 
-    def load(self, path: Path) -> Media:
+    def load(self, path: str | Path) -> Media:
         """Read an image or a video, by suffix; a folder counts as the frames of a video, and so
         does an animated picture.
 
         Raises:
             ValueError: what cannot be read, by name.
         """
-        return self.finish(self.read(path, whole=False))
+        return self.finish(self.read(Path(path), whole=False))
 
     def read(self, path: Path, *, whole: bool = True) -> Media | Picture:
         """The first half of `load`, for another process: decoded, and cut into uint8 patches.

@@ -91,8 +91,10 @@ class ImageSettings:
 
     @classmethod
     def _defaults(cls) -> dict[str, Any]:
-        from transformers import Qwen2VLImageProcessorPil as Processor
-
+        try:
+            from transformers import Qwen2VLImageProcessorPil as Processor
+        except ImportError as error:  # a torchvision of another build than torch, say
+            raise ValueError(f"transformers' image processor cannot be imported: {error}") from None
         return _attributes(cls, Processor)
 
     @property
