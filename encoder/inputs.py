@@ -73,15 +73,17 @@ def host_grids(grids: Sequence[Grid], slots: int, device: torch.device) -> Tenso
     Pinned for a GPU: torch keeps such memory until the copy has been made. What becomes of pageable
     memory that is freed before then is for the driver to say, and a wrong grid is no small thing.
     """
-    tensor = torch.zeros(slots, 3, dtype=torch.int32, pin_memory=device.type == "cuda")
+    pinned = device.type == "cuda"
+    tensor = torch.zeros(slots, 3, dtype=torch.int32, device="cpu", pin_memory=pinned)
     if grids:
         tensor.numpy()[: len(grids)] = grids  # several times faster than torch.tensor(grids)
     return tensor
 
 
-def outlives(source: Tensor) -> bool:
-    """Whether a copy from `source` need not be waited for: torch or the caller keeps its memory."""
-    return source.is_cuda or source.is_pinned()
+def outlives(source: Tensor, device: torch.device) -> bool:
+    """Whether a copy from `source` to `device` need not be waited for: torch or the caller keeps
+    its memory, and what reads the copy is queued behind it, as nothing on the host is."""
+    return device.type == "cuda" and (source.is_cuda or source.is_pinned())
 
 
 def _integers(item: int, grid: Any) -> list[int]:
@@ -117,7 +119,9 @@ def check_pixels(pixel_values: Any, grids: Grids, patch_width: int) -> Tensor:
     if isinstance(pixel_values, list | tuple):
         raise ValueError("pixel_values must be one tensor of all patches, got a list")
     try:
-        pixels = torch.as_tensor(pixel_values)
+        # Not onto the default device, where torch would take tensors too.
+        is_tensor = isinstance(pixel_values, Tensor)
+        pixels = pixel_values if is_tensor else torch.as_tensor(pixel_values, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"pixel_values is no tensor: {error}") from None
     if pixels.layout != torch.strided or pixels.device.type == "meta":

@@ -18,6 +18,8 @@ from vitgraph.encoder.forward import forward
 from vitgraph.encoder.inputs import check_grids, check_pixels, host_grids, outlives
 from vitgraph.encoder.modules import VisionModules
 from vitgraph.encoder.operations import OpsName, Plan, resolve_operations
+from vitgraph.encoder.sharing import why_not_shareable, why_not_transformers
+from vitgraph.encoder.structure import Structure, why_not_plain
 from vitgraph.kernels.launch import on_device
 from vitgraph.kernels.layout import Layout
 from vitgraph.kernels.linear import PixelNormalization
@@ -66,6 +68,7 @@ class Qwen3VLVisionEncoder(VisionModules):
         self._takes_bytes = pixel_dtype == torch.uint8
         self._requested = attention, ops
         self._settled_for: tuple[torch.device, torch.dtype] | None = None
+        self._structure: Structure | None = None
         self.to(dtype).to_empty(device=device).requires_grad_(False)
         self._settle()
 
@@ -79,6 +82,21 @@ class Qwen3VLVisionEncoder(VisionModules):
         self.ops = resolve_operations(ops, device, self.dtype)
         self.plan = Plan(resolve_backend(attention, self.heads, device))
         self._settled_for = (device, self.dtype)
+
+    def check_modules(self) -> None:
+        """Look for what is on the submodules that the forward reads past, and settle where the
+        weights are now. Costs next to nothing where no submodule changed.
+
+        Raises:
+            ValueError: naming the submodule or weight, what is on it, and what to do.
+        """
+        self._settle()
+        if self._structure is not None and self._structure.unchanged():
+            return
+        reason = why_not_plain(self, "the encoder's") or why_not_shareable(self, self.config)
+        if reason is not None:
+            raise ValueError(reason)
+        self._structure = Structure(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """What .to(), .cuda() and .half() come down to; the choices follow."""
@@ -127,9 +145,15 @@ class Qwen3VLVisionEncoder(VisionModules):
         pixel_dtype: torch.dtype | None = None,
     ) -> "Qwen3VLVisionEncoder":
         """Wrap transformers' `Qwen3VLVisionModel` (or its MoE variant's); the weights are shared,
-        not copied."""
+        not copied.
+
+        Raises:
+            ValueError: what is on the tower that the encoder does not compute, by name.
+        """
         weight = vision_model.patch_embed.proj.weight
         config = VisionConfig.from_dict(vision_model.config.to_dict())
+        if reason := why_not_transformers(vision_model, config):
+            raise ValueError(reason)
         options = {"dtype": weight.dtype, "attention": attention, "pixel_dtype": pixel_dtype}
         encoder = cls(config, device="meta", **options)
         encoder.share_weights(vision_model)
@@ -216,12 +240,18 @@ class Qwen3VLVisionEncoder(VisionModules):
             level's.
 
         Raises:
-            ValueError: naming the item that does not fit, before anything runs.
+            ValueError: naming the item that does not fit, or what is on the encoder's modules that
+                would be left out, before anything runs.
         """
+        self.check_modules()
         grids = check_grids(grid_thw, self.config.spatial_merge_size)
         pixels = check_pixels(pixel_values, grids, self.config.patch_width)
         dtype = torch.uint8 if pixels.dtype == torch.uint8 else self.dtype
-        pixels = pixels.to(self.device, non_blocking=outlives(pixels)).to(dtype).contiguous()
+        pixels = (
+            pixels.to(self.device, non_blocking=outlives(pixels, self.device))
+            .to(dtype)
+            .contiguous()
+        )
         tokens = len(pixels) // self.config.spatial_merge_size**2
         out = torch.empty(tokens, self.config.output_width, dtype=self.dtype, device=self.device)
         if len(grids) == 0:
@@ -246,5 +276,9 @@ class Qwen3VLVisionEncoder(VisionModules):
     def encode(
         self, pixels: Tensor, layout: Layout, out: Tensor, plan: Plan | None = None
     ) -> Tensor:
-        """`vitgraph.encoder.forward`, with the encoder's own plan where none is given."""
-        return forward(self, pixels, layout, out, plan or self.plan)
+        """`vitgraph.encoder.forward`, with the encoder's own plan where none is given, in the dtype
+        of the weights: autocast does not reach it."""
+        if not torch.is_autocast_enabled(self.device.type):
+            return forward(self, pixels, layout, out, plan or self.plan)
+        with torch.autocast(self.device.type, enabled=False):
+            return forward(self, pixels, layout, out, plan or self.plan)

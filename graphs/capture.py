@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitgraph.encoder.inputs import outlives
+from vitgraph.encoder.structure import Structure
 from vitgraph.graphs.addresses import Addresses
 from vitgraph.graphs.config import Limits
 from vitgraph.graphs.protocol import SupportsEncoderCudaGraph
@@ -63,7 +64,9 @@ class BudgetGraphs:
         self.config = model.get_encoder_cudagraph_config()
         self.by_budget: dict[int, BudgetGraphMetadata] = {}
         self.dropped: tuple[int, ...] = ()
+        self._module: nn.Module | None = None
         self._addresses: Addresses | None = None
+        self._structure: Structure | None = None
         self._last_stream: torch.cuda.Stream | None = None
 
     def capture(self, budgets: Sequence[int], stream: torch.cuda.Stream | None) -> None:
@@ -84,13 +87,14 @@ class BudgetGraphs:
         self.dropped = tuple(sorted(dropped))
         module = getattr(self.model, "module", self.model)
         if isinstance(module, nn.Module):
-            self._addresses = Addresses(module)
+            self._module, self._addresses = module, Addresses(module)
+            self._structure = Structure(module)
 
     def replay(
         self, selected: dict[str, Any], budget: int, tokens: int, *, borrow: bool = False
     ) -> Tensor:
         """Copy a batch in, replay, and return its `tokens` rows: a copy, or with `borrow` a view
-        of the static output. `check_addresses` comes first, once a batch.
+        of the static output. `check_module` comes first, once a batch.
         """
         graph = self.by_budget[budget]
         with self._after_last_use():
@@ -104,19 +108,30 @@ class BudgetGraphs:
                 output = graph.output_buffer
             return output[:tokens] if borrow else output[:tokens].clone()
 
-    def check_addresses(self) -> None:
-        """Graphs hold addresses: a weight that moved would be read as whatever is there now.
+    def check_module(self) -> None:
+        """Graphs hold addresses: a weight that moved would be read as whatever is there now. They
+        also hold what the modules were.
 
         Raises:
-            RuntimeError: naming a weight that moved since capture, and what to do.
+            ValueError: naming what is on a module now that would be left out.
+            RuntimeError: naming what changed since capture, and what to do.
         """
-        if self._addresses is None or self._addresses.unchanged():
+        if self._module is None:
             return
-        moved = self._addresses.changed()
-        raise RuntimeError(
-            f"{len(moved)} of {len(self._addresses)} weights moved since capture, {moved[0]} among "
-            f"them: call capture() again, or clear() to run eagerly"
-        )
+        if not self._structure.unchanged():
+            if (check := getattr(self._module, "check_modules", None)) is not None:
+                check()
+            changed = self._structure.changed(self._module) or ["a module"]
+            what = f"{changed[0]} was changed since capture"
+        elif not self._addresses.unchanged():
+            moved = self._addresses.changed()
+            what = (
+                f"{len(moved)} of {len(self._addresses)} weights moved since capture, {moved[0]} "
+                f"among them"
+            )
+        else:
+            return
+        raise RuntimeError(f"{what}: call capture() again, or clear() to run eagerly")
 
     def _fill(self, graph: BudgetGraphMetadata, selected: dict[str, Any]) -> None:
         """Copy into the static buffers, zeroing what is left where the model needs that."""
@@ -246,5 +261,5 @@ def _copy_rows(buffer: Tensor, source: Tensor) -> None:
     if (source.dtype == torch.uint8) != (buffer.dtype == torch.uint8):
         raise ValueError(f"graphs were captured for {buffer.dtype} inputs, got {source.dtype}")
     if source.dtype != buffer.dtype and source.device != buffer.device:
-        source = source.to(buffer.device, non_blocking=outlives(source))
-    buffer[: len(source)].copy_(source, non_blocking=outlives(source))
+        source = source.to(buffer.device, non_blocking=outlives(source, buffer.device))
+    buffer[: len(source)].copy_(source, non_blocking=outlives(source, buffer.device))

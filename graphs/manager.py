@@ -226,7 +226,7 @@ class EncoderCudaGraphManager:
     def _encode(self, mm_kwargs: dict[str, Any], items: list[Item], borrow: bool) -> Tensor:
         plan = greedy(items, self.limits) if self.is_captured() else [_all_of(items)]
         if any(pack.budget is not None for pack in plan):
-            self._graphs.check_addresses()
+            self._graphs.check_module()
         watches = [Stopwatch(self.device, self.on_pack is not None) for _ in plan]
         if len(plan) == 1:
             with watches[0]:

@@ -57,9 +57,14 @@ class Qwen3VLGraphModel:
     Attributes:
         module: the encoder.
         plans: how each captured budget is computed, with what was measured.
+
+    Raises:
+        ValueError: an encoder without weights, or with something on its modules that its forward
+            would leave out.
     """
 
     def __init__(self, encoder: Qwen3VLVisionEncoder) -> None:
+        encoder.check_modules()
         self.module = encoder
         self.plans: dict[int, Plan] = {}
         self._calibrated: dict[tuple, Plan] = {}
@@ -91,6 +96,12 @@ class Qwen3VLGraphModel:
         Raises:
             ValueError: unknown or missing keys, or an item that does not fit its pixels.
         """
+        on_encoder = self.module._forward_hooks, self.module._forward_pre_hooks
+        if any(on_encoder) or "forward" in vars(self.module):
+            raise ValueError(
+                "the encoder has forward hooks or a forward of its own, which no graph runs: "
+                "remove them, or call the encoder without a manager"
+            )
         # A processor's output may be handed in whole: text is not ours.
         known = {key for keys in KEYS.values() for key in keys}
         given = {key for key in known if mm_kwargs.get(key) is not None}
@@ -209,10 +220,10 @@ class Qwen3VLGraphModel:
     ) -> EncoderCudaGraphCaptureInputs:
         """Buffers of one budget: pixels, grids with one item that fills the budget, and the
         output."""
+        self.module.check_modules()
         merge = self.config.spatial_merge_size
         patches = token_budget * merge**2
-        grid_thw = torch.zeros(max_batch_size, 3, dtype=torch.int32)
-        grid_thw[0] = torch.tensor([1, merge, patches // merge])
+        grid_thw = host_grids([(1, merge, patches // merge)], max_batch_size, self.device)
         plan, max_sequences = self.module.plan, min(token_budget, max_frames_per_batch)
         if torch.device(device).type == "cuda" and self.module.ops.name == "triton":
             plan = self._calibrated_plan(patches, max_sequences)

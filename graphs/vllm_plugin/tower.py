@@ -4,7 +4,6 @@ vLLM builds, loads, reloads, offloads and names its tower as ever; the tower onl
 `forward`. Nothing is copied: our parameters are views of vLLM's, and follow them when they move.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -94,9 +93,11 @@ class SharedEncoder:
 
     def _encode(self, encoder: Qwen3VLVisionEncoder, pixels: Tensor, grid_thw: Any) -> Tensor:
         if self.pixel_normalization is None:
-            pixels = pixels.to(encoder.device, non_blocking=outlives(pixels)).to(encoder.dtype)
+            pixels = pixels.to(encoder.device, non_blocking=outlives(pixels, encoder.device)).to(
+                encoder.dtype
+            )
         elif pixels.dtype != torch.uint8:  # 0..255 all the same
-            pixels = pixels.to(encoder.device, non_blocking=outlives(pixels))
+            pixels = pixels.to(encoder.device, non_blocking=outlives(pixels, encoder.device))
             pixels = self.tower.input_norm(pixels, encoder.dtype)
         return encoder(pixels, grid_thw)
 
@@ -169,16 +170,14 @@ class SharedEncoder:
 
     def _bind(self) -> Qwen3VLVisionEncoder:
         tower = self.tower
-        encoder = Qwen3VLVisionEncoder.from_transformers(
-            SimpleNamespace(
-                config=self.vision_config,
-                patch_embed=tower.patch_embed,
-                named_parameters=tower.named_parameters,
-                named_modules=tower.named_modules,
-            ),
+        encoder = Qwen3VLVisionEncoder(
+            VisionConfig.from_dict(self.vision_config.to_dict()),
+            device="meta",
+            dtype=tower.patch_embed.proj.weight.dtype,
             attention=self.attention,
             pixel_dtype=torch.uint8 if self.pixel_normalization is not None else None,
         )
+        encoder.share_weights(tower)
         if self.pixel_normalization is not None:  # its buffers may have been loaded since
             encoder.normalization = _normalization(tower.input_norm)
         return encoder
