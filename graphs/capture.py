@@ -17,6 +17,8 @@ from vitgraph.graphs.protocol import SupportsEncoderCudaGraph
 
 logger = logging.getLogger(__name__)
 
+MAX_BUDGET = 2**29  # rows of patches are counted in int32
+
 
 @dataclass
 class BudgetGraphMetadata:
@@ -77,10 +79,14 @@ class BudgetGraphs:
         for budget in sorted(budgets, reverse=True):
             before = self._memory_in_use()
             try:
+                if budget > MAX_BUDGET:
+                    raise MemoryError(f"more than {MAX_BUDGET} tokens")
                 metadata = self._capture(budget, pool, stream)
-            except torch.OutOfMemoryError as error:
+            except (RuntimeError, MemoryError) as error:
+                if not _lacks_memory(error):
+                    raise
                 dropped.append(budget)
-                logger.warning("encoder budget %d does not fit the memory: %s", budget, error)
+                logger.warning("encoder budget %d does not fit the memory: %.200s", budget, error)
                 continue
             self.by_budget[budget] = metadata
             metadata.memory_bytes = self._memory_in_use() - before
@@ -138,11 +144,15 @@ class BudgetGraphs:
         replay = self.model.prepare_encoder_cudagraph_replay_buffers(
             selected, self.limits.max_items, self.limits.max_sequences
         )
+        missing = [key for key in self.config.buffer_keys if replay.buffers.get(key) is None]
+        if missing:
+            raise ValueError(
+                f"{type(self.model).__name__} prepared a replay without {', '.join(missing)}: the "
+                f"graph would read what the last batch left there"
+            )
         copies = [(graph.input_buffer, selected[self._input_key(selected)])]
         copies += [
-            (graph.metadata_buffers[key], replay.buffers[key])
-            for key in self.config.buffer_keys
-            if key in replay.buffers
+            (graph.metadata_buffers[key], replay.buffers[key]) for key in self.config.buffer_keys
         ]
         for buffer, source in copies:
             if self.config.zero_buffers:
@@ -263,3 +273,10 @@ def _copy_rows(buffer: Tensor, source: Tensor) -> None:
     if source.dtype != buffer.dtype and source.device != buffer.device:
         source = source.to(buffer.device, non_blocking=outlives(source, buffer.device))
     buffer[: len(source)].copy_(source, non_blocking=outlives(source, buffer.device))
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Whether memory ran out; torch has no class for the host's."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(
+        error
+    )

@@ -140,14 +140,10 @@ class EncoderCudaGraphManager:
             logger.warning("a miss may compile kernels: no memory to run them now (%s)", error)
 
     def _capturing_stream(self) -> torch.cuda.Stream | None:
-        """The calling stream, unless that is the default one, which cannot be captured; then one of
-        this manager's own. cuBLAS has a workspace for every stream: it is part of the graphs, and
-        those of two managers may run at the same time."""
+        """This manager's own: cuBLAS has a workspace for every stream, which becomes part of the
+        graphs, and those of two managers may run at the same time."""
         if self.device.type != "cuda":
             return None
-        current = torch.cuda.current_stream(self.device)
-        if current != torch.cuda.default_stream(self.device):
-            return current
         self._stream = self._stream or torch.cuda.Stream(self.device)
         return self._stream
 

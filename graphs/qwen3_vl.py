@@ -5,6 +5,7 @@ everything else, the number of real rows included, is derived on the device. Not
 between replays.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
 from vitgraph.encoder.attention.backends import FREE_OF_EMPTY_SEQUENCES
 from vitgraph.encoder.attention.flashinfer import WORKSPACE_BYTES
-from vitgraph.encoder.inputs import Grid, Grids, check_grids, check_pixels, host_grids
+from vitgraph.encoder.inputs import Grid, Grids, check_grids, host_grids
 from vitgraph.encoder.operations import Plan
 from vitgraph.graphs.calibration import calibrate
 from vitgraph.graphs.protocol import (
@@ -102,13 +103,17 @@ class Qwen3VLGraphModel:
                 "the encoder has forward hooks or a forward of its own, which no graph runs: "
                 "remove them, or call the encoder without a manager"
             )
+        if not isinstance(mm_kwargs, Mapping):
+            kind = type(mm_kwargs).__name__
+            raise ValueError(f"a batch is a dictionary of pixels and grids, got a {kind}")
         # A processor's output may be handed in whole: text is not ours.
         known = {key for keys in KEYS.values() for key in keys}
         given = {key for key in known if mm_kwargs.get(key) is not None}
         parts = [keys for keys in KEYS.values() if given & set(keys)]
         if not parts or given != {key for keys in parts for key in keys}:
             expected = " or ".join(f"{pixels} and {grids}" for pixels, grids in KEYS.values())
-            raise ValueError(f"a batch has {expected}, got {sorted(mm_kwargs)}")
+            got = sorted(str(key) for key, value in mm_kwargs.items() if value is not None)
+            raise ValueError(f"a batch has {expected}, got {got!r:.100}")
         checked = [self._check(mm_kwargs[pixels], mm_kwargs[grids]) for pixels, grids in parts]
         if len(checked) == 1:
             return dict(zip(parts[0], checked[0], strict=True))
@@ -117,8 +122,7 @@ class Qwen3VLGraphModel:
         return {"pixel_values": pixels, "image_grid_thw": Grids(g for _, gs in checked for g in gs)}
 
     def _check(self, pixel_values: Any, grid_thw: Any) -> tuple[Tensor, Grids]:
-        grids = check_grids(grid_thw, self.config.spatial_merge_size)
-        pixels = check_pixels(pixel_values, grids, self.config.patch_width)
+        pixels, grids = self.module.check_inputs(pixel_values, grid_thw)
         given_bytes, captured_bytes = (d == torch.uint8 for d in (pixels.dtype, self.pixel_dtype))
         if given_bytes and not captured_bytes:
             pixels = self.module.normalization.normalize(pixels.to(self.device), self.pixel_dtype)
@@ -225,7 +229,8 @@ class Qwen3VLGraphModel:
         patches = token_budget * merge**2
         grid_thw = host_grids([(1, merge, patches // merge)], max_batch_size, self.device)
         plan, max_sequences = self.module.plan, min(token_budget, max_frames_per_batch)
-        if torch.device(device).type == "cuda" and self.module.ops.name == "triton":
+        measurable = self.module.ops.name == "triton" and not self.module.batch_invariant
+        if torch.device(device).type == "cuda" and measurable:
             plan = self._calibrated_plan(patches, max_sequences)
         self.plans[token_budget] = plan
         return EncoderCudaGraphCaptureInputs(

@@ -26,9 +26,17 @@ PRECOMPUTED = ("cu_seqlens", "max_seqlen", "position_ids", "interp_indices", "in
 class _Service:
     """What serves one tower: an encoder on the tower's weights, and its manager."""
 
-    def __init__(self, tower: nn.Module, config: CompilationConfig | None, attention: str) -> None:
+    def __init__(
+        self,
+        tower: nn.Module,
+        config: CompilationConfig | None,
+        attention: str,
+        batch_invariant: bool,
+    ) -> None:
         self.tower = weakref.ref(tower)
-        self.encoder = Qwen3VLVisionEncoder.from_transformers(tower, attention=attention)
+        self.encoder = Qwen3VLVisionEncoder.from_transformers(
+            tower, attention=attention, batch_invariant=batch_invariant
+        )
         self.addresses, self.structure = Addresses(tower), Structure(tower)
         self.warned: set[str] = set()
         self.manager = _Manager(self, config)
@@ -127,7 +135,11 @@ class VisionTower(nn.Module):
 
 
 def replace_vision_tower(
-    model: nn.Module, config: CompilationConfig | None = None, *, attention: str = "auto"
+    model: nn.Module,
+    config: CompilationConfig | None = None,
+    *,
+    attention: str = "auto",
+    batch_invariant: bool = False,
 ) -> EncoderCudaGraphManager:
     """Serve a model's images and videos by vitgraph; its weights are shared, not copied.
 
@@ -140,7 +152,7 @@ def replace_vision_tower(
             wraps one of them (peft, DistributedDataParallel); on the device and in the dtype it
             will run in.
         config: graphs are captured at once where it says so.
-        attention: backend of the encoder.
+        attention, batch_invariant: of the encoder, see `Qwen3VLVisionEncoder`.
 
     Returns:
         The manager, for its statistics. `restore_vision_tower(model)` undoes the replacement.
@@ -154,7 +166,7 @@ def replace_vision_tower(
         raise ValueError("vitgraph serves this tower already; restore_vision_tower(model) first")
     if "forward" in vars(tower):  # as accelerate's hooks do it
         raise ValueError(f"the tower has a forward of its own, which would be left out: {RESTORE}")
-    service = _Service(tower, config, attention)
+    service = _Service(tower, config, attention, batch_invariant)
     own = type(tower)
     # Its own name: in what is saved, in transformers' registries and in messages.
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__}

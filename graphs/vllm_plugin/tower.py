@@ -13,11 +13,15 @@ from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
 from vitgraph.encoder.attention.backends import FREE_OF_EMPTY_SEQUENCES
 from vitgraph.encoder.inputs import Grids, host_grids, outlives
 from vitgraph.encoder.sharing import why_not_shareable
+from vitgraph.encoder.structure import Structure, why_not_plain
 from vitgraph.graphs.qwen3_vl import Qwen3VLGraphModel
 from vitgraph.graphs.vllm_plugin.metrics import TowerMetrics
 from vitgraph.graphs.vllm_plugin.names import logger
 from vitgraph.graphs.vllm_plugin.protocol import GRIDS, PIXELS
 from vitgraph.kernels.linear import PixelNormalization
+
+# Where the classes of vLLM's tower come from; its LoRA layers do not.
+ORIGINS = ("torch.nn.modules.", "vllm.model_executor.")
 
 
 class SharedEncoder:
@@ -27,22 +31,21 @@ class SharedEncoder:
         tower: vLLM's, its parameters as yet unloaded.
         vision_config: Hugging Face's.
         attention: name of our backend.
+        batch_invariant: an image's bits do not depend on what it is encoded with.
     """
 
-    def __init__(self, tower: nn.Module, vision_config: Any, attention: str) -> None:
+    def __init__(
+        self, tower: nn.Module, vision_config: Any, attention: str, batch_invariant: bool = False
+    ) -> None:
+        self.batch_invariant = batch_invariant
         self.tower, self.vision_config, self.attention = tower, vision_config, attention
         self.pixel_normalization = _normalization(getattr(tower, "input_norm", None))
         self.captured = False
         self._moved = False
         self._model: Qwen3VLGraphModel | None = None
         self._pointers: tuple[int, ...] = ()
-        # Where the parameters are kept: asking the modules for them takes a millisecond.
-        self._slots = [
-            (module._parameters, name)
-            for module in tower.modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        ]
+        self._structure: Structure | None = None
+        self._slots = _slots(tower)
         self.unshareable: str | None = None
         self._max_sequences = 0
         self._captures: dict[int, dict[str, Any]] = {}
@@ -63,21 +66,32 @@ class SharedEncoder:
 
     def refresh(self) -> bool:
         """Follow parameters that moved or were replaced; False where ours cannot use them."""
-        pointers = tuple(
-            0 if (parameter := owner.get(name)) is None else parameter.data_ptr()
-            for owner, name in self._slots
-        )
-        if self._model is not None and pointers == self._pointers:
+        pointers = self._where()
+        same = self._structure is not None and self._structure.unchanged()
+        if self._model is not None and same and pointers == self._pointers:
             return True
         config = VisionConfig.from_dict(self.vision_config.to_dict())
-        if reason := why_not_shareable(self.tower, config):
+        reason = why_not_plain(self.tower, "the tower's", ORIGINS)
+        if reason := reason or why_not_shareable(self.tower, config):
             if self.unshareable is None:
                 logger.error("vitgraph: after loading, %s: vLLM's own tower serves", reason)
             self.unshareable, self._model = reason, None
             return False
-        self._moved = self._moved or (self.captured and pointers != self._pointers)
+        # What is on the modules may be gone again, and eps is another: graphs hold what was.
+        moved = pointers != self._pointers or not same
+        self._moved = self._moved or (self.captured and moved)
+        if not same:  # children may be others
+            self._structure, self._slots = Structure(self.tower), _slots(self.tower)
+            pointers = self._where()
         self._model, self._pointers = Qwen3VLGraphModel(self._bind()), pointers
+        self.unshareable = None
         return True
+
+    def _where(self) -> tuple[int, ...]:
+        return tuple(
+            0 if (parameter := owner.get(name)) is None else parameter.data_ptr()
+            for owner, name in self._slots
+        )
 
     @torch.no_grad()
     def encode(self, pixels: Tensor, grid_thw: Any, reason: str | None = None) -> Tensor:
@@ -175,6 +189,7 @@ class SharedEncoder:
             device="meta",
             dtype=tower.patch_embed.proj.weight.dtype,
             attention=self.attention,
+            batch_invariant=self.batch_invariant,
             pixel_dtype=torch.uint8 if self.pixel_normalization is not None else None,
         )
         encoder.share_weights(tower)
@@ -197,13 +212,25 @@ class AdoptedTower:
         return self.vitgraph.encode(x, grid_thw)
 
 
-def adopt(tower: nn.Module, vision_config: Any, attention: str) -> SharedEncoder:
+def adopt(
+    tower: nn.Module, vision_config: Any, attention: str, batch_invariant: bool = False
+) -> SharedEncoder:
     """Give vLLM's tower our forward; its parameters, attributes and loading stay its own."""
     theirs = type(tower)
     tower.__class__ = type(f"Vitgraph{theirs.__name__}", (AdoptedTower, theirs), {})
-    tower.vitgraph = SharedEncoder(tower, vision_config, attention)
+    tower.vitgraph = SharedEncoder(tower, vision_config, attention, batch_invariant)
     logger.debug("vitgraph: adopted %s", theirs.__name__)
     return tower.vitgraph
+
+
+def _slots(tower: nn.Module) -> list[tuple[dict, str]]:
+    """Where the parameters are kept: asking the modules for them takes a millisecond."""
+    return [
+        (module._parameters, name)
+        for module in tower.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
 
 
 def _normalization(input_norm: nn.Module | None) -> PixelNormalization | None:
