@@ -68,14 +68,15 @@ class SharedEncoder:
         """Follow parameters that moved or were replaced; False where ours cannot use them."""
         pointers = self._where()
         same = self._structure is not None and self._structure.unchanged()
-        if self._model is not None and same and pointers == self._pointers:
+        known = self._model is not None and self.unshareable is None
+        if known and same and pointers == self._pointers:
             return True
         config = VisionConfig.from_dict(self.vision_config.to_dict())
         reason = why_not_plain(self.tower, "the tower's", ORIGINS)
         if reason := reason or why_not_shareable(self.tower, config):
             if self.unshareable is None:
                 logger.error("vitgraph: after loading, %s: vLLM's own tower serves", reason)
-            self.unshareable, self._model = reason, None
+            self.unshareable = reason  # the model of before still tells sizes
             return False
         # What is on the modules may be gone again, and eps is another: graphs hold what was.
         moved = pointers != self._pointers or not same
@@ -119,7 +120,8 @@ class SharedEncoder:
         self, budget: int, max_items: int, max_frames: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
         """Static pixels and grids of one budget; the plan of the forward is kept here."""
-        self.refresh()
+        if not self.refresh():
+            raise RuntimeError(f"vitgraph: {self.unshareable}; set VITGRAPH_DISABLE=1")
         encoder = self.encoder
         if not self._captures:  # vLLM's fallback is our eager forward: it compiles now or never
             with torch.no_grad():
