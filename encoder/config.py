@@ -25,6 +25,8 @@ _SIZES = (
 _OTHER_TOWERS = {"fullatt_block_indexes", "window_size", "embed_dim", "mlp_ratio"}
 _SUPPORTED = "supported are the towers of Qwen3-VL, dense and MoE"
 
+ROPE_TYPES = (None, "default", "axial")  # one formula under two names
+
 
 @dataclass(frozen=True)
 class VisionConfig:
@@ -116,7 +118,10 @@ class VisionConfig:
             raise ValueError(f"deepstack_visual_indexes {levels!r} is no list")
         known["deepstack_visual_indexes"] = tuple(levels)
         rope = vision.get("rope_parameters")
-        if isinstance(rope, dict) and rope.get("rope_theta") is not None:
+        rope = rope if isinstance(rope, dict) else {}
+        if rope.get("rope_type") not in ROPE_TYPES:
+            raise ValueError(f"rope_type {rope['rope_type']!r:.50} is none of {ROPE_TYPES[1:]}")
+        if rope.get("rope_theta") is not None:
             known["rope_theta"] = rope["rope_theta"]
         return cls(**known)
 

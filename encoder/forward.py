@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from vitgraph.encoder.attention.backends import BACKENDS
+from vitgraph.encoder.attention.backends import BACKENDS, fixed
 from vitgraph.encoder.attention.trial import Heads
 from vitgraph.encoder.config import VisionConfig
 from vitgraph.encoder.modules import Block, Merger, PatchEmbed
@@ -50,7 +50,8 @@ def forward(tower: Tower, pixels: Tensor, layout: Layout, out: Tensor, plan: Pla
     config, ops = tower.config, tower.ops
     rows, coords = layout.num_patches, layout.coords
     merged, *levels = out.split(config.out_hidden_size, dim=1)
-    attend = BACKENDS[plan.attention](layout, tower.heads)
+    build = fixed if plan.batch_invariant else BACKENDS[plan.attention]
+    attend = build(layout, tower.heads)
     normalization = tower.normalization if pixels.dtype == torch.uint8 else None
 
     def linear(name: str, layer: nn.Linear, x: Tensor, **options: Any) -> Tensor:

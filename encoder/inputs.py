@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitgraph.encoder.config import VisionConfig
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # the last for truth
 Grid = tuple[int, int, int]
 PLAIN = [int, int, int]
 
@@ -41,9 +44,13 @@ def check_grids(grid_thw: Any, merge_size: int = 2) -> Grids:
     if isinstance(grid_thw, Grids):
         return grid_thw
     if isinstance(grid_thw, str | bytes):
-        raise ValueError(f"grid_thw must be [items, 3], got {grid_thw!r}")
+        raise ValueError(f"grid_thw must be [items, 3], got {grid_thw!r:.100}")
     if isinstance(grid_thw, Tensor):
-        dense = grid_thw.layout == torch.strided and grid_thw.device.type != "meta"
+        dense = (
+            not grid_thw.is_nested
+            and grid_thw.layout == torch.strided
+            and grid_thw.device.type != "meta"
+        )
         if grid_thw.dtype == torch.bool or not dense:
             raise ValueError(
                 f"grid_thw must hold integers, got {grid_thw.dtype} on {grid_thw.device}"
@@ -74,15 +81,17 @@ def host_grids(grids: Sequence[Grid], slots: int, device: torch.device) -> Tenso
     Pinned for a GPU: torch keeps such memory until the copy has been made. What becomes of pageable
     memory that is freed before then is for the driver to say, and a wrong grid is no small thing.
     """
-    tensor = torch.zeros(slots, 3, dtype=torch.int32, pin_memory=device.type == "cuda")
+    pinned = device.type == "cuda"
+    tensor = torch.zeros(slots, 3, dtype=torch.int32, device="cpu", pin_memory=pinned)
     if grids:
         tensor.numpy()[: len(grids)] = grids  # several times faster than torch.tensor(grids)
     return tensor
 
 
-def outlives(source: Tensor) -> bool:
-    """Whether a copy from `source` need not be waited for: torch or the caller keeps its memory."""
-    return source.is_cuda or source.is_pinned()
+def outlives(source: Tensor, device: torch.device) -> bool:
+    """Whether a copy from `source` to `device` need not be waited for: torch or the caller keeps
+    its memory, and what reads the copy is queued behind it, as nothing on the host is."""
+    return device.type == "cuda" and (source.is_cuda or source.is_pinned())
 
 
 def _integers(item: int, grid: Any) -> list[int]:
@@ -90,16 +99,18 @@ def _integers(item: int, grid: Any) -> list[int]:
     if isinstance(grid, Tensor | np.ndarray):
         grid = grid.tolist()
     if not isinstance(grid, Sequence) or isinstance(grid, str | bytes) or len(grid) != 3:
-        raise ValueError(f"item {item}: a grid has 3 values (t, h, w), got {grid!r}")
+        raise ValueError(f"item {item}: a grid has 3 values (t, h, w), got {grid!r:.100}")
     values = []
     for value in grid:
         is_bool = isinstance(value, bool | np.bool_) or getattr(value, "dtype", None) == torch.bool
         if is_bool or not hasattr(value, "__index__"):
-            raise ValueError(f"item {item}: grid values must be integers, got {value!r}")
+            raise ValueError(f"item {item}: grid values must be integers, got {value!r:.100}")
         try:
             values.append(operator.index(value))
         except TypeError:
-            raise ValueError(f"item {item}: grid values must be integers, got {value!r}") from None
+            raise ValueError(
+                f"item {item}: grid values must be integers, got {value!r:.100}"
+            ) from None
     return values
 
 
@@ -118,9 +129,13 @@ def check_pixels(pixel_values: Any, grids: Grids, patch_width: int) -> Tensor:
     if isinstance(pixel_values, list | tuple):
         raise ValueError("pixel_values must be one tensor of all patches, got a list")
     try:
-        pixels = torch.as_tensor(pixel_values)
+        # Not onto the default device, where torch would take tensors too.
+        is_tensor = isinstance(pixel_values, Tensor)
+        pixels = pixel_values if is_tensor else torch.as_tensor(pixel_values, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"pixel_values is no tensor: {error}") from None
+        raise ValueError(f"pixel_values is no tensor: {error!s:.200}") from None
+    if pixels.is_nested:
+        raise ValueError("pixel_values must be one tensor of all patches, got a nested tensor")
     if pixels.layout != torch.strided or pixels.device.type == "meta":
         raise ValueError(f"pixel_values is {pixels.layout} on {pixels.device}, expected values")
     if pixels.ndim != 2 or pixels.shape[1] != patch_width:
@@ -144,3 +159,45 @@ def check_pixels(pixel_values: Any, grids: Grids, patch_width: int) -> Tensor:
             f"describe {start}"
         )
     return pixels
+
+
+def check_channels(config: VisionConfig) -> None:
+    """Bytes are normalised by three means and standard deviations."""
+    if config.in_channels != 3:
+        raise ValueError(f"uint8 pixels need in_channels 3, this encoder has {config.in_channels}")
+
+
+def check_options(
+    config: VisionConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    pixel_dtype: torch.dtype | None,
+) -> None:
+    """Check what an encoder is made with.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype must be a torch.dtype, got {dtype!r}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype} is none of {', '.join(map(str, DTYPES))}")
+    if pixel_dtype not in (None, dtype, torch.uint8):
+        raise ValueError(f"pixel_dtype {pixel_dtype} is neither {dtype} nor torch.uint8")
+    if pixel_dtype == torch.uint8:
+        check_channels(config)
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device}: torch sees no CUDA GPU")
+
+
+def check_invariant(attention: str, ops: str) -> None:
+    """Check that batches cannot change bits with these.
+
+    Raises:
+        ValueError: naming what is not ours.
+    """
+    if attention not in ("auto", "triton", "TRITON_ATTN") or ops == "torch":
+        raise ValueError(
+            f"batch_invariant has attention 'triton' and ops 'triton', not {attention!r} and "
+            f"{ops!r}"
+        )

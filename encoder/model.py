@@ -15,15 +15,24 @@ from vitgraph.encoder.attention.trial import Heads
 from vitgraph.encoder.checkpoint import load_vision_weights, open_checkpoint
 from vitgraph.encoder.config import VisionConfig
 from vitgraph.encoder.forward import forward
-from vitgraph.encoder.inputs import check_grids, check_pixels, host_grids, outlives
+from vitgraph.encoder.inputs import (
+    Grids,
+    check_channels,
+    check_grids,
+    check_invariant,
+    check_options,
+    check_pixels,
+    host_grids,
+    outlives,
+)
 from vitgraph.encoder.modules import VisionModules
-from vitgraph.encoder.operations import OpsName, Plan, resolve_operations
+from vitgraph.encoder.operations import OpsName, Plan, fixed_plan, resolve_operations
+from vitgraph.encoder.sharing import why_not_shareable, why_not_transformers
+from vitgraph.encoder.structure import Structure, why_not_plain
 from vitgraph.kernels.launch import on_device
 from vitgraph.kernels.layout import Layout
 from vitgraph.kernels.linear import PixelNormalization
 from vitgraph.kernels.rotary import rotary_frequencies
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # the last for truth
 
 
 class Qwen3VLVisionEncoder(VisionModules):
@@ -37,9 +46,11 @@ class Qwen3VLVisionEncoder(VisionModules):
         ops: "triton" kernels, plain "torch" operations, or "auto": Triton on a GPU.
         pixel_dtype: what a manager takes and captures for: None for `dtype`, or torch.uint8 for
             patches that are normalised on load; the encoder itself takes both.
+        batch_invariant: an item gives the same bits alone, in any pack, eagerly and in a graph.
+            Triton kernels only, in one tiling; slower, small batches the most.
 
-    Weights are whatever the memory held until something fills them: `from_pretrained`,
-    `from_transformers` and `random` do, or `load_state_dict`.
+    Weights are uninitialised until `from_pretrained`, `from_transformers`, `random` or
+    `load_state_dict` fill them.
     """
 
     def __init__(
@@ -51,21 +62,19 @@ class Qwen3VLVisionEncoder(VisionModules):
         attention: str = "auto",
         ops: OpsName = "auto",
         pixel_dtype: torch.dtype | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         with torch.device("meta"):
             super().__init__(config)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"dtype must be a torch.dtype, got {dtype!r}")
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype {dtype} is none of {', '.join(map(str, DTYPES))}")
-        if pixel_dtype not in (None, dtype, torch.uint8):
-            raise ValueError(f"pixel_dtype {pixel_dtype} is neither {dtype} nor torch.uint8")
-        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device {device}: torch sees no CUDA GPU")
+        check_options(config, device, dtype, pixel_dtype)
+        if batch_invariant:
+            check_invariant(attention, ops)
         self.normalization = PixelNormalization((0.5,) * 3, (0.5,) * 3)
         self._takes_bytes = pixel_dtype == torch.uint8
-        self._requested = attention, ops
+        self.batch_invariant = batch_invariant
+        self._requested = ("triton", "triton") if batch_invariant else (attention, ops)
         self._settled_for: tuple[torch.device, torch.dtype] | None = None
+        self._structure: Structure | None = None
         self.to(dtype).to_empty(device=device).requires_grad_(False)
         self._settle()
 
@@ -78,7 +87,24 @@ class Qwen3VLVisionEncoder(VisionModules):
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.ops = resolve_operations(ops, device, self.dtype)
         self.plan = Plan(resolve_backend(attention, self.heads, device))
+        if self.batch_invariant:
+            self.plan = fixed_plan()
         self._settled_for = (device, self.dtype)
+
+    def check_modules(self) -> None:
+        """Look for what is on the submodules that the forward reads past, and settle where the
+        weights are now. Costs next to nothing where no submodule changed.
+
+        Raises:
+            ValueError: naming the submodule or weight, what is on it, and what to do.
+        """
+        self._settle()
+        if self._structure is not None and self._structure.unchanged():
+            return
+        reason = why_not_plain(self, "the encoder's") or why_not_shareable(self, self.config)
+        if reason is not None:
+            raise ValueError(reason)
+        self._structure = Structure(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """What .to(), .cuda() and .half() come down to; the choices follow."""
@@ -99,7 +125,7 @@ class Qwen3VLVisionEncoder(VisionModules):
             model: local directory or hub repository id; only the shards that hold the tower are
                 read.
             revision: of the hub repository.
-            kwargs: device, dtype, attention, ops, pixel_dtype.
+            kwargs: device, dtype, attention, ops, pixel_dtype, batch_invariant.
 
         Raises:
             ValueError: what is no checkpoint, or does not fit its own config, by name.
@@ -125,17 +151,25 @@ class Qwen3VLVisionEncoder(VisionModules):
         *,
         attention: str = "auto",
         pixel_dtype: torch.dtype | None = None,
+        batch_invariant: bool = False,
     ) -> "Qwen3VLVisionEncoder":
         """Wrap transformers' `Qwen3VLVisionModel` (or its MoE variant's); the weights are shared,
-        not copied."""
+        not copied.
+
+        Raises:
+            ValueError: what is on the tower that the encoder does not compute, by name.
+        """
         weight = vision_model.patch_embed.proj.weight
         config = VisionConfig.from_dict(vision_model.config.to_dict())
+        if reason := why_not_transformers(vision_model, config):
+            raise ValueError(reason)
         encoder = cls(
             config,
             device="meta",
             dtype=weight.dtype,
             attention=attention,
             pixel_dtype=pixel_dtype,
+            batch_invariant=batch_invariant,
         )
         encoder.share_weights(vision_model)
         return encoder
@@ -170,16 +204,6 @@ class Qwen3VLVisionEncoder(VisionModules):
             if "norm" in name and name.endswith("weight"):
                 parameter.add_(1)
         return encoder
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters live."""
-        return self.pos_embed.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the parameters and of the output."""
-        return self.pos_embed.weight.dtype
 
     @property
     def pixel_dtype(self) -> torch.dtype:
@@ -221,12 +245,16 @@ class Qwen3VLVisionEncoder(VisionModules):
             level's.
 
         Raises:
-            ValueError: naming the item that does not fit, before anything runs.
+            ValueError: naming the item that does not fit, or what is on the encoder's modules that
+                would be left out, before anything runs.
         """
-        grids = check_grids(grid_thw, self.config.spatial_merge_size)
-        pixels = check_pixels(pixel_values, grids, self.config.patch_width)
+        self.check_modules()
+        pixels, grids = self.check_inputs(pixel_values, grid_thw)
+        if self.batch_invariant and not self._takes_bytes and pixels.dtype == torch.uint8:
+            pixels = self.normalization.normalize(pixels.to(self.device), self.dtype)  # as managers
         dtype = torch.uint8 if pixels.dtype == torch.uint8 else self.dtype
-        pixels = pixels.to(self.device, non_blocking=outlives(pixels)).to(dtype).contiguous()
+        pixels = pixels.to(self.device, non_blocking=outlives(pixels, self.device))
+        pixels = pixels.to(dtype).contiguous()
         tokens = len(pixels) // self.config.spatial_merge_size**2
         out = torch.empty(tokens, self.config.output_width, dtype=self.dtype, device=self.device)
         if len(grids) == 0:
@@ -236,6 +264,18 @@ class Qwen3VLVisionEncoder(VisionModules):
         with on_device(self.device):
             layout = self.make_layout(grid_tensor, len(pixels), len(seqlens), seqlens)
             return self.encode(pixels, layout, out)
+
+    def check_inputs(self, pixel_values: Any, grid_thw: Any) -> tuple[Tensor, Grids]:
+        """The arguments of `forward`, checked.
+
+        Raises:
+            ValueError: naming the item that does not fit, or bytes that have not three channels.
+        """
+        grids = check_grids(grid_thw, self.config.spatial_merge_size)
+        pixels = check_pixels(pixel_values, grids, self.config.patch_width)
+        if pixels.dtype == torch.uint8:
+            check_channels(self.config)
+        return pixels, grids
 
     def make_layout(
         self,
@@ -251,5 +291,9 @@ class Qwen3VLVisionEncoder(VisionModules):
     def encode(
         self, pixels: Tensor, layout: Layout, out: Tensor, plan: Plan | None = None
     ) -> Tensor:
-        """`vitgraph.encoder.forward`, with the encoder's own plan where none is given."""
-        return forward(self, pixels, layout, out, plan or self.plan)
+        """`vitgraph.encoder.forward`, with the encoder's own plan where none is given, in the dtype
+        of the weights: autocast does not reach it."""
+        if not torch.is_autocast_enabled(self.device.type):
+            return forward(self, pixels, layout, out, plan or self.plan)
+        with torch.autocast(self.device.type, enabled=False):
+            return forward(self, pixels, layout, out, plan or self.plan)

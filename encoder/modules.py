@@ -1,5 +1,6 @@
 """Parameters under the checkpoints' names; the forward pass is in forward.py."""
 
+import torch
 from torch import nn
 
 from vitgraph.encoder.config import VisionConfig
@@ -66,3 +67,13 @@ class VisionModules(nn.Module):
         self.deepstack_merger_list = nn.ModuleList(
             Merger(config, norm_after_shuffle=True) for _ in config.deepstack_visual_indexes
         )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        return self.pos_embed.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters and of the output."""
+        return self.pos_embed.weight.dtype

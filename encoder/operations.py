@@ -32,12 +32,20 @@ class Plan:
         providers: of each linear layer in `LAYERS`; a layer that is missing takes the default.
         microseconds: what calibration measured, by layer and candidate.
         left_out: attention backends that calibration did not measure, and why.
+        batch_invariant: one tiling of the attention for every capacity, as "fixed" providers are
+            one of a layer.
     """
 
     attention: str
     providers: dict[str, Provider] = field(default_factory=dict)
     microseconds: dict[str, dict[str, float]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    batch_invariant: bool = False
+
+
+def fixed_plan() -> Plan:
+    """One way for all capacities, eager forwards included: a row's sums are always cut alike."""
+    return Plan("triton", dict.fromkeys(LAYERS, "fixed"), batch_invariant=True)
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from vitgraph.encoder.inputs import outlives
+from vitgraph.encoder.structure import Structure
 from vitgraph.graphs.addresses import Addresses
 from vitgraph.graphs.config import Limits
 from vitgraph.graphs.protocol import SupportsEncoderCudaGraph
 
 logger = logging.getLogger(__name__)
+
+MAX_BUDGET = 2**29  # rows of patches are counted in int32
 
 
 @dataclass
@@ -69,7 +72,9 @@ class BudgetGraphs:
             )
         self.by_budget: dict[int, BudgetGraphMetadata] = {}
         self.dropped: tuple[int, ...] = ()
+        self._module: nn.Module | None = None
         self._addresses: Addresses | None = None
+        self._structure: Structure | None = None
         self._last_stream: torch.cuda.Stream | None = None
 
     def capture(self, budgets: Sequence[int], stream: torch.cuda.Stream | None) -> None:
@@ -80,23 +85,28 @@ class BudgetGraphs:
         for budget in sorted(budgets, reverse=True):
             before = self._memory_in_use()
             try:
+                if budget > MAX_BUDGET:
+                    raise MemoryError(f"more than {MAX_BUDGET} tokens")
                 metadata = self._capture(budget, pool, stream)
-            except torch.OutOfMemoryError as error:
+            except (RuntimeError, MemoryError) as error:
+                if not _lacks_memory(error):
+                    raise
                 dropped.append(budget)
-                logger.warning("encoder budget %d does not fit the memory: %s", budget, error)
+                logger.warning("encoder budget %d does not fit the memory: %.200s", budget, error)
                 continue
             self.by_budget[budget] = metadata
             metadata.memory_bytes = self._memory_in_use() - before
         self.dropped = tuple(sorted(dropped))
         module = getattr(self.model, "module", self.model)
         if isinstance(module, nn.Module):
-            self._addresses = Addresses(module)
+            self._module, self._addresses = module, Addresses(module)
+            self._structure = Structure(module)
 
     def replay(
         self, selected: dict[str, Any], budget: int, tokens: int, *, borrow: bool = False
     ) -> Tensor:
         """Copy a batch in, replay, and return its `tokens` rows: a copy, or with `borrow` a view
-        of the static output. `check_addresses` comes first, once a batch.
+        of the static output. `check_module` comes first, once a batch.
         """
         graph = self.by_budget[budget]
         with self._after_last_use():
@@ -111,30 +121,46 @@ class BudgetGraphs:
                 output = graph.output_buffer
             return output[:tokens] if borrow else output[:tokens].clone()
 
-    def check_addresses(self) -> None:
-        """Graphs hold addresses: a weight that moved would be read as whatever is there now.
+    def check_module(self) -> None:
+        """Graphs hold addresses: a weight that moved would be read as whatever is there now. They
+        also hold what the modules were.
 
         Raises:
-            RuntimeError: naming a weight that moved since capture, and what to do.
+            ValueError: naming what is on a module now that would be left out.
+            RuntimeError: naming what changed since capture, and what to do.
         """
-        if self._addresses is None or self._addresses.unchanged():
+        if self._module is None:
             return
-        moved = self._addresses.changed()
-        raise RuntimeError(
-            f"{len(moved)} of {len(self._addresses)} weights moved since capture, {moved[0]} among "
-            f"them: call capture() again, or clear() to run eagerly"
-        )
+        assert self._structure is not None and self._addresses is not None
+        if not self._structure.unchanged():
+            if (check := getattr(self._module, "check_modules", None)) is not None:
+                check()
+            changed = self._structure.changed(self._module) or ["a module"]
+            what = f"{changed[0]} was changed since capture"
+        elif not self._addresses.unchanged():
+            moved = self._addresses.changed()
+            what = (
+                f"{len(moved)} of {len(self._addresses)} weights moved since capture, {moved[0]} "
+                f"among them"
+            )
+        else:
+            return
+        raise RuntimeError(f"{what}: call capture() again, or clear() to run eagerly")
 
     def _fill(self, graph: BudgetGraphMetadata, selected: dict[str, Any]) -> None:
         """Copy into the static buffers, zeroing what is left where the model needs that."""
         replay = self.model.prepare_encoder_cudagraph_replay_buffers(
             selected, self.limits.max_items, self.limits.max_sequences
         )
+        missing = [key for key in self.config.buffer_keys if replay.buffers.get(key) is None]
+        if missing:
+            raise ValueError(
+                f"{type(self.model).__name__} prepared a replay without {', '.join(missing)}: the "
+                f"graph would read what the last batch left there"
+            )
         copies = [(graph.input_buffer, selected[self._input_key(selected)])]
         copies += [
-            (graph.metadata_buffers[key], replay.buffers[key])
-            for key in self.config.buffer_keys
-            if key in replay.buffers
+            (graph.metadata_buffers[key], replay.buffers[key]) for key in self.config.buffer_keys
         ]
         for buffer, source in copies:
             if self.config.zero_buffers:
@@ -255,5 +281,12 @@ def _copy_rows(buffer: Tensor, source: Tensor) -> None:
     if (source.dtype == torch.uint8) != (buffer.dtype == torch.uint8):
         raise ValueError(f"graphs were captured for {buffer.dtype} inputs, got {source.dtype}")
     if source.dtype != buffer.dtype and source.device != buffer.device:
-        source = source.to(buffer.device, non_blocking=outlives(source))
-    buffer[: len(source)].copy_(source, non_blocking=outlives(source))
+        source = source.to(buffer.device, non_blocking=outlives(source, buffer.device))
+    buffer[: len(source)].copy_(source, non_blocking=outlives(source, buffer.device))
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Whether memory ran out; torch has no class for the host's."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(
+        error
+    )

@@ -140,14 +140,10 @@ class EncoderCudaGraphManager:
             logger.warning("a miss may compile kernels: no memory to run them now (%s)", error)
 
     def _capturing_stream(self) -> torch.cuda.Stream | None:
-        """The calling stream, unless that is the default one, which cannot be captured; then one of
-        this manager's own. cuBLAS has a workspace for every stream: it is part of the graphs, and
-        those of two managers may run at the same time."""
+        """This manager's own: cuBLAS has a workspace for every stream, which becomes part of the
+        graphs, and those of two managers may run at the same time."""
         if self.device.type != "cuda":
             return None
-        current = torch.cuda.current_stream(self.device)
-        if current != torch.cuda.default_stream(self.device):
-            return current
         self._stream = self._stream or torch.cuda.Stream(self.device)
         return self._stream
 
@@ -225,7 +221,7 @@ class EncoderCudaGraphManager:
     def _encode(self, mm_kwargs: dict[str, Any], items: list[Item], borrow: bool) -> Tensor:
         plan = greedy(items, self.limits) if self.is_captured() else [_all_of(items)]
         if any(pack.budget is not None for pack in plan):
-            self._graphs.check_addresses()
+            self._graphs.check_module()
         watches = [Stopwatch(self.device, self.on_pack is not None) for _ in plan]
         if len(plan) == 1:
             with watches[0]:  # all of the batch

@@ -1,10 +1,10 @@
 """Qwen3-VL's encoder as a model of the graph manager (`vitgraph.graphs.SupportsEncoderCudaGraph`).
 
-The graph has two inputs, the pixels and the grids; unused item slots of the grids hold zeros, and
-everything else, the number of real rows included, is derived on the device. Nothing is zeroed
-between replays.
+The graph has two inputs, the pixels and the grids (unused slots are zero); the rest is derived on the
+device, the number of real rows included. Nothing is zeroed between replays.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
 from vitgraph.encoder.attention.backends import FREE_OF_EMPTY_SEQUENCES
 from vitgraph.encoder.attention.flashinfer import WORKSPACE_BYTES
-from vitgraph.encoder.inputs import Grid, Grids, check_grids, check_pixels, host_grids
+from vitgraph.encoder.inputs import Grid, Grids, check_grids, host_grids
 from vitgraph.encoder.operations import Plan
 from vitgraph.graphs.calibration import calibrate
 from vitgraph.graphs.protocol import (
@@ -49,17 +49,20 @@ def as_model(encoder: Any) -> Any:
 
 
 class Qwen3VLGraphModel:
-    """The ten protocol methods for an encoder, and some optional ones.
-
-    A batch (`mm_kwargs`) is {"pixel_values", "image_grid_thw"}, {"pixel_values_videos",
+    """The ten protocol methods for an encoder, and some optional ones. A batch (`mm_kwargs`) is {"pixel_values", "image_grid_thw"}, {"pixel_values_videos",
     "video_grid_thw"}, or both, the images before the videos.
 
     Attributes:
         module: the encoder.
         plans: how each captured budget is computed, with what was measured.
+
+    Raises:
+        ValueError: an encoder without weights, or with something on its modules that its forward
+            would leave out.
     """
 
     def __init__(self, encoder: Qwen3VLVisionEncoder) -> None:
+        encoder.check_modules()
         self.module = encoder
         self.plans: dict[int, Plan] = {}
         self._calibrated: dict[tuple, Plan] = {}
@@ -91,13 +94,23 @@ class Qwen3VLGraphModel:
         Raises:
             ValueError: unknown or missing keys, or an item that does not fit its pixels.
         """
+        on_encoder = self.module._forward_hooks, self.module._forward_pre_hooks
+        if any(on_encoder) or "forward" in vars(self.module):
+            raise ValueError(
+                "the encoder has forward hooks or a forward of its own, which no graph runs: "
+                "remove them, or call the encoder without a manager"
+            )
+        if not isinstance(mm_kwargs, Mapping):
+            kind = type(mm_kwargs).__name__
+            raise ValueError(f"a batch is a dictionary of pixels and grids, got a {kind}")
         # A processor's output may be handed in whole: text is not ours.
         known = {key for keys in KEYS.values() for key in keys}
         given = {key for key in known if mm_kwargs.get(key) is not None}
         parts = [keys for keys in KEYS.values() if given & set(keys)]
         if not parts or given != {key for keys in parts for key in keys}:
             expected = " or ".join(f"{pixels} and {grids}" for pixels, grids in KEYS.values())
-            raise ValueError(f"a batch has {expected}, got {sorted(mm_kwargs)}")
+            got = sorted(str(key) for key, value in mm_kwargs.items() if value is not None)
+            raise ValueError(f"a batch has {expected}, got {got!r:.100}")
         checked = [self._check(mm_kwargs[pixels], mm_kwargs[grids]) for pixels, grids in parts]
         if len(checked) == 1:
             return dict(zip(parts[0], checked[0], strict=True))
@@ -106,8 +119,7 @@ class Qwen3VLGraphModel:
         return {"pixel_values": pixels, "image_grid_thw": Grids(g for _, gs in checked for g in gs)}
 
     def _check(self, pixel_values: Any, grid_thw: Any) -> tuple[Tensor, Grids]:
-        grids = check_grids(grid_thw, self.config.spatial_merge_size)
-        pixels = check_pixels(pixel_values, grids, self.config.patch_width)
+        pixels, grids = self.module.check_inputs(pixel_values, grid_thw)
         given_bytes, captured_bytes = (d == torch.uint8 for d in (pixels.dtype, self.pixel_dtype))
         if given_bytes and not captured_bytes:
             pixels = self.module.normalization.normalize(pixels.to(self.device), self.pixel_dtype)
@@ -209,12 +221,13 @@ class Qwen3VLGraphModel:
     ) -> EncoderCudaGraphCaptureInputs:
         """Buffers of one budget: pixels, grids with one item that fills the budget, and the
         output."""
+        self.module.check_modules()
         merge = self.config.spatial_merge_size
         patches = token_budget * merge**2
-        grid_thw = torch.zeros(max_batch_size, 3, dtype=torch.int32)
-        grid_thw[0] = torch.tensor([1, merge, patches // merge])
+        grid_thw = host_grids([(1, merge, patches // merge)], max_batch_size, self.device)
         plan, max_sequences = self.module.plan, min(token_budget, max_frames_per_batch)
-        if torch.device(device).type == "cuda" and self.module.ops.name == "triton":
+        measurable = self.module.ops.name == "triton" and not self.module.batch_invariant
+        if torch.device(device).type == "cuda" and measurable:
             plan = self._calibrated_plan(patches, max_sequences)
         self.plans[token_budget] = plan
         return EncoderCudaGraphCaptureInputs(

@@ -4,116 +4,174 @@ The model keeps its own tower module: names, weights, state_dict and device move
 were. Only the tower's class changes, to one whose `forward` goes through a graph manager.
 """
 
+import copyreg
 import warnings
 import weakref
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 
-from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
-from vitgraph.encoder.sharing import why_not_shareable
+from vitgraph.encoder import Qwen3VLVisionEncoder
+from vitgraph.encoder.sharing import RESTORE, why_not_transformers
+from vitgraph.encoder.structure import Structure
 from vitgraph.graphs.addresses import Addresses
 from vitgraph.graphs.config import CompilationConfig
 from vitgraph.graphs.manager import EncoderCudaGraphManager
+
+# What transformers' tower takes in place of what it derives from the grids.
+PRECOMPUTED = ("cu_seqlens", "max_seqlen", "position_ids", "interp_indices", "interp_weights")
 
 
 class _Service:
     """What serves one tower: an encoder on the tower's weights, and its manager."""
 
-    def __init__(self, tower: nn.Module, config: CompilationConfig | None, attention: str) -> None:
+    def __init__(
+        self,
+        tower: nn.Module,
+        config: CompilationConfig | None,
+        attention: str,
+        batch_invariant: bool,
+    ) -> None:
         self.tower = weakref.ref(tower)
-        self.encoder = Qwen3VLVisionEncoder.from_transformers(tower, attention=attention)
-        self.addresses = Addresses(tower)
+        self.encoder = Qwen3VLVisionEncoder.from_transformers(
+            tower, attention=attention, batch_invariant=batch_invariant
+        )
+        self.addresses, self.structure = Addresses(tower), Structure(tower)
+        self.warned: set[str] = set()
         self.manager = _Manager(self, config)
         self.manager.capture()
 
     def follow(self) -> None:
         """Share the tower's weights anew where they moved or were replaced. Graphs captured
-        before then refuse to replay. Without the tower the manager keeps the weights it has."""
+        before then refuse to replay. Without the tower the manager keeps the weights it has.
+
+        Raises:
+            ValueError: what was put on the tower since, by name.
+        """
         if (tower := self.tower()) is None:
             return
-        if not self.addresses.unchanged():
-            self.encoder.share_weights(tower)
-            self.addresses = Addresses(tower)
+        if self.structure.unchanged() and self.addresses.unchanged():
+            return
+        if reason := why_not_transformers(tower, self.encoder.config):
+            raise ValueError(reason)
+        self.encoder.share_weights(tower)
+        self.addresses, self.structure = Addresses(tower), Structure(tower)
 
-    def __deepcopy__(self, memo: dict) -> None:
-        """A copy of the model is served by transformers."""
+    def warn(self, message: str) -> None:
+        """Once for each tower."""
+        if message not in self.warned:
+            self.warned.add(message)
+            warnings.warn(message, stacklevel=3)
 
 
 class _Manager(EncoderCudaGraphManager):
-    """Looks at the tower's weights before it uses them."""
+    """Looks at the tower before it uses its weights; no other thread is in the forward then."""
 
     def __init__(self, service: _Service, config: CompilationConfig | None) -> None:
         self._follow = service.follow
         super().__init__(service.encoder, config)
 
     def capture(self) -> None:
-        self._follow()
-        super().capture()
+        with self._lock:
+            self._follow()
+            super().capture()
 
     def encode(
         self, mm_kwargs: dict[str, Any], *, borrow: bool = False
     ) -> tuple[Tensor, list[int]]:
-        self._follow()
-        return super().encode(mm_kwargs, borrow=borrow)
+        with self._lock:
+            self._follow()
+            return super().encode(mm_kwargs, borrow=borrow)
+
+
+class _WarnOfGradients(torch.autograd.Function):
+    """The identity; a gradient that comes back ends here, with a warning."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor, parameter: Tensor, service: _Service) -> Tensor:
+        context.service = service
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[None, None, None]:
+        context.service.warn(
+            "vitgraph's vision tower is for inference: no gradient goes through it, and its "
+            "weights get none; restore_vision_tower(model) to train them, or freeze them"
+        )
+        return None, None, None
 
 
 class VisionTower(nn.Module):
-    """First base of a served tower's class, before transformers' own."""
+    """First base of a served tower's class, before transformers' own, whose name it has."""
 
-    vitgraph: _Service | None
+    vitgraph: _Service
     config: Any
 
     def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
         """Encode through the manager; inference only. Returns transformers' output without
-        `last_hidden_state`."""
-        if self.vitgraph is None:
+        `last_hidden_state`; transformers' own forward runs where a keyword or the config asks for
+        more than that."""
+        if asked := _asked(self.config, kwargs):
+            self.vitgraph.warn(f"transformers' own vision tower runs where {asked} is asked for")
             return super().forward(hidden_states, grid_thw=grid_thw, **kwargs)
         from transformers.models.qwen3_vl.modeling_qwen3_vl import (
             BaseModelOutputWithDeepstackFeatures,
         )
 
-        if self.training and torch.is_grad_enabled() and _wants_gradients(self):
-            warnings.warn(
-                "vitgraph's vision tower is for inference: its weights get no gradients; "
-                "restore_vision_tower(model) to train them, or freeze them",
-                stacklevel=2,
-            )
         batch = {"pixel_values": hidden_states, "image_grid_thw": grid_thw}
         rows, _ = self.vitgraph.manager.encode(batch)
+        if torch.is_grad_enabled():
+            learns = [p for p in (hidden_states, *self.parameters()) if p.requires_grad]
+            if learns:
+                rows = _WarnOfGradients.apply(rows, learns[0], self.vitgraph)
         merged, *levels = rows.split(self.config.out_hidden_size, dim=1)
         return BaseModelOutputWithDeepstackFeatures(pooler_output=merged, deepstack_features=levels)
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Copies and pickles are transformers' own, without what serves this one."""
+        state = {name: value for name, value in vars(self).items() if name != "vitgraph"}
+        # Known to every Python: who loads it needs no vitgraph.
+        return copyreg._reconstructor, (_own_class(self), object, None), state  # type: ignore[attr-defined]
+
 
 def replace_vision_tower(
-    model: nn.Module, config: CompilationConfig | None = None, *, attention: str = "auto"
+    model: nn.Module,
+    config: CompilationConfig | None = None,
+    *,
+    attention: str = "auto",
+    batch_invariant: bool = False,
 ) -> EncoderCudaGraphManager:
     """Serve a model's images and videos by vitgraph; its weights are shared, not copied.
 
-    For inference: no gradients reach the tower, which warns where it is trained. Weights may
+    For inference: no gradient goes through the tower, which warns where one should. Weights may
     change in place; after they moved (by `.to`, say) graphs raise until the manager captures again.
 
     Args:
         model: transformers' `Qwen3VLForConditionalGeneration`,
-            `Qwen3VLMoeForConditionalGeneration`, or their base models; on the device and in the
-            dtype it will run in.
+            `Qwen3VLMoeForConditionalGeneration`, their base models, the tower itself, or what
+            wraps one of them (peft, DistributedDataParallel); on the device and in the dtype it
+            will run in.
         config: graphs are captured at once where it says so.
-        attention: backend of the encoder.
+        attention, batch_invariant: of the encoder, see `Qwen3VLVisionEncoder`.
 
     Returns:
         The manager, for its statistics. `restore_vision_tower(model)` undoes the replacement.
 
     Raises:
-        ValueError: a model without a Qwen3-VL vision tower, or one that was replaced already.
+        ValueError: a model without a Qwen3-VL vision tower, one that was replaced already, or one
+            with something on it that would be left out (adapters, hooks, other classes), by name.
     """
     tower = _tower(model)
     if isinstance(tower, VisionTower):
         raise ValueError("vitgraph serves this tower already; restore_vision_tower(model) first")
-    _check_plain(tower)
-    service = _Service(tower, config, attention)
+    if "forward" in vars(tower):  # as accelerate's hooks do it
+        raise ValueError(f"the tower has a forward of its own, which would be left out: {RESTORE}")
+    service = _Service(tower, config, attention, batch_invariant)
     own = type(tower)
-    tower.__class__ = type(f"Vitgraph{own.__name__}", (VisionTower, own), {})
+    # Its own name: in what is saved, in transformers' registries and in messages.
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    tower.__class__ = type(own.__name__, (VisionTower, own), names)
     tower.vitgraph = service
     return service.manager
 
@@ -127,35 +185,35 @@ def restore_vision_tower(model: nn.Module) -> None:
     tower = _tower(model)
     if not isinstance(tower, VisionTower):
         raise ValueError("the vision tower is transformers' own; there is nothing to restore")
-    if tower.vitgraph is not None:
-        tower.vitgraph.manager.clear()
+    tower.vitgraph.manager.clear()
     del tower.vitgraph
-    tower.__class__ = type(tower).__bases__[1]
+    tower.__class__ = _own_class(tower)
 
 
-def _wants_gradients(tower: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in tower.parameters())
+def _own_class(tower: VisionTower) -> Any:
+    return next(kind for kind in type(tower).__mro__ if VisionTower in kind.__bases__).__bases__[1]
 
 
-def _check_plain(tower: Any) -> None:
-    """Our forward knows the tower's weights and nothing else that may be on it."""
-    for name, module in tower.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks:
-            raise ValueError(f"the tower's {name or 'forward'} has hooks, which would not run")
-        if "forward" in vars(module):  # as accelerate's offloading does it
-            raise ValueError(f"the tower's {name or 'forward'} is wrapped, which would not run")
-        if not type(module).__module__.startswith(("torch.nn.modules.", "transformers.")):
-            raise ValueError(f"the tower's {name} is a {type(module).__name__}; is it an adapter?")
-    for name, parameter in tower.named_parameters():
-        if parameter.device.type == "meta":
-            raise ValueError(f"the tower's {name} is on the meta device: offloaded?")
-    if reason := why_not_shareable(tower, VisionConfig.from_dict(tower.config.to_dict())):
-        raise ValueError(reason)
+def _asked(config: Any, keywords: dict[str, Any]) -> str | None:
+    """The first keyword, or field of the config, that asks for what our forward does not give.
+    Other keywords, the language model's among them, change nothing in transformers' tower."""
+    for name in ("output_hidden_states", "output_attentions"):
+        if keywords.get(name, getattr(config, name, False)):
+            return name
+    if keywords.get("return_dict", getattr(config, "return_dict", True)) is False:
+        return "return_dict=False"
+    return next((name for name in PRECOMPUTED if keywords.get(name) is not None), None)
 
 
 def _tower(model: nn.Module) -> Any:
-    owner = model if hasattr(model, "visual") else getattr(model, "model", None)
-    tower = getattr(owner, "visual", None)
-    if not hasattr(tower, "deepstack_merger_list"):
+    """The one vision tower of a model, wherever it is."""
+    parts = model.modules() if isinstance(model, nn.Module) else ()
+    towers = [part for part in parts if hasattr(part, "deepstack_merger_list")]
+    if not towers:
         raise ValueError(f"{type(model).__name__} has no Qwen3-VL vision tower")
-    return tower
+    if len(towers) > 1:
+        raise ValueError(
+            f"{type(model).__name__} has {len(towers)} vision towers: pass the model that holds "
+            f"one (of a PeftModel, get_base_model())"
+        )
+    return towers[0]

@@ -93,6 +93,14 @@ def attention_config(
     return portable_config(num_patches, num_sequences, num_heads, dtype, device)
 
 
+def fixed_config(dtype: torch.dtype, device: torch.device) -> AttentionConfig:
+    """The portable kernel's tiling for large launches, whatever the launch."""
+    capability = capability_of(device)
+    if capability == (0, 0):
+        return INTERPRETED
+    return FLOAT32 if dtype == torch.float32 else ROWS.get(capability, SMALL)[-1].config
+
+
 def portable_config(
     num_patches: int,
     num_sequences: int,

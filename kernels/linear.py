@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitgraph.kernels.launch import capability_of, hopper_tier_unavailable
-from vitgraph.kernels.linear_config import linear_config
+from vitgraph.kernels.linear_config import fixed_config, linear_config
 from vitgraph.kernels.linear_triton import Activation, PixelNormalization, is_aligned, linear_triton
 
-Provider = Literal["triton", "gluon", "cublas"]
+Provider = Literal["triton", "gluon", "cublas", "fixed"]
 
 
 def linear_reference(
@@ -140,7 +140,8 @@ def linear(
     "cublas", which computes all of them.
 
     Args:
-        provider: one of `linear_providers`; None takes the first.
+        provider: one of `linear_providers`; None takes the first. "fixed" is "triton" with one
+            tile shape for every number of rows, so that a row's bits do not depend on the others.
 
     Raises:
         ValueError: shapes, strides or dtypes do not fit; the provider cannot serve the layer.
@@ -154,7 +155,7 @@ def linear(
     shape = (x.shape[0], *weight.shape)
     providers = linear_providers(x.device, x.dtype, *shape)
     provider = provider or providers[0]
-    if provider not in providers:
+    if provider not in (*providers, "fixed"):
         raise ValueError(f"provider {provider!r} cannot serve this layer, only {providers}")
     operands = (x, weight, bias, activation, residual)
     if provider == "cublas":
@@ -164,6 +165,7 @@ def linear(
 
         linear_sm90(*operands, num_rows, out)
     else:
-        config = linear_config(capability_of(x.device), weight.dtype, *shape)
+        pick = fixed_config if provider == "fixed" else linear_config
+        config = pick(capability_of(x.device), weight.dtype, *shape)
         linear_triton(*operands, num_rows, out, normalization, config)
     return out

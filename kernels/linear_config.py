@@ -132,3 +132,11 @@ def linear_config(
         layer = Layer.of(out_features, in_features)
         return [row for row in SM90 if row.layer == layer and row.capacity <= capacity][-1].config
     return SM100 if capability[0] == 10 else PORTABLE
+
+
+def fixed_config(
+    capability: Capability, dtype: torch.dtype, capacity: int, out_features: int, in_features: int
+) -> LinearConfig:
+    """The large tiles of a layer, whatever the capacity."""
+    config = linear_config(capability, dtype, 1 << 20, out_features, in_features)
+    return replace(config, small=None, small_rows=0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vitgraph.bench.exactness import relative_error
-from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
+from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder, VisionConfig
 from vitgraph.graphs import (
     CompilationConfig,
     EncoderCudaGraphManager,
@@ -146,6 +146,54 @@ def test_mistakes_leave_the_manager_usable(manager, encoder, batch) -> None:
     torch.testing.assert_close(manager.execute(good)[0], expected, rtol=1e-5, atol=1e-5)
 
 
+WRONG = {
+    "a_tuple": lambda good: tuple(good.values()),
+    "none": lambda good: None,
+    "nested": lambda good: (
+        good | {"pixel_values": torch.nested.nested_tensor([good["pixel_values"]])}
+    ),
+    "no_grids": lambda good: good | {"image_grid_thw": None},
+    "swapped": lambda good: {
+        "pixel_values": torch.tensor(good["image_grid_thw"]),
+        "image_grid_thw": good["pixel_values"],
+    },
+    "swapped_arrays": lambda good: good | {"image_grid_thw": good["pixel_values"].numpy()},
+    "swapped_lists": lambda good: good | {"image_grid_thw": good["pixel_values"].tolist()},
+    "nested_grids": lambda good: (
+        good | {"image_grid_thw": torch.nested.nested_tensor([torch.tensor([1, 4, 4])])}
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_batch_is_said_in_a_few_words(name, manager, batch) -> None:
+    """KNOWN_FAILURES 40."""
+    with pytest.raises(ValueError) as error:
+        manager.execute(WRONG[name](batch([(1, 4, 4)])))
+    assert any(word in str(error.value) for word in ("batch", "pixel_values", "grid"))
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("channels", [1, 6])
+def test_bytes_have_three_channels(channels, tools) -> None:
+    """KNOWN_FAILURES 40."""
+    config = VisionConfig.from_dict(tools.tiny | {"in_channels": channels})
+    encoder = Qwen3VLVisionEncoder.random(config)
+    pixels = torch.zeros(16, config.patch_width, dtype=torch.uint8)
+    message = f"uint8 pixels need in_channels 3, this encoder has {channels}"
+    for use in (
+        lambda: encoder(pixels, [(1, 4, 4)]),
+        lambda: EncoderCudaGraphManager(encoder).execute(
+            {"pixel_values": pixels, "image_grid_thw": [(1, 4, 4)]}
+        ),
+        lambda: Qwen3VLVisionEncoder(config, pixel_dtype=torch.uint8),
+    ):
+        with pytest.raises(ValueError, match=message):
+            use()
+    assert encoder(pixels.float(), [(1, 4, 4)]).isfinite().all()
+
+
 def test_no_items(manager) -> None:
     empty = {"pixel_values": torch.empty(0, 1536), "image_grid_thw": torch.empty(0, 3).long()}
     assert manager.execute(empty) == []
@@ -277,6 +325,29 @@ class SegmentSum:
         return self.encoder_cudagraph_forward(
             mm_kwargs, {key: value.to(device) for key, value in buffers.items()}
         )
+
+
+def test_a_replay_without_a_buffer_is_refused() -> None:
+    """KNOWN_FAILURES 41: the graph would read the last batch's."""
+    model, omitted = SegmentSum(), []
+    prepare = model.prepare_encoder_cudagraph_replay_buffers
+
+    def without(*arguments):
+        buffers = prepare(*arguments).buffers
+        return EncoderCudaGraphReplayBuffers(
+            {key: value for key, value in buffers.items() if key not in omitted}
+        )
+
+    model.prepare_encoder_cudagraph_replay_buffers = without
+    manager = EncoderCudaGraphManager(model, CompilationConfig(True, (8,), 4))
+    manager.capture()
+    batch = {"samples": torch.randn(3, model.width), "lengths": [3]}
+    expected = manager.execute(batch)
+    omitted.append("weight")
+    with pytest.raises(ValueError, match="SegmentSum prepared a replay without weight"):
+        manager.execute(batch)
+    omitted.clear()
+    assert torch.equal(manager.execute(batch)[0], expected[0])
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -2,6 +2,10 @@
 
 import copy
 import gc
+import io
+import json
+import threading
+import warnings
 
 import pytest
 import torch
@@ -198,22 +202,120 @@ def test_a_manager_outlives_the_model(tools) -> None:
     torch.testing.assert_close(torch.cat(manager.execute(batch)), before)
 
 
-def test_training_is_warned_of(tools, recwarn) -> None:
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_gradient_is_warned_of_once(mode, tools) -> None:
+    """KNOWN_FAILURES 38: it ends at the tower, whichever part of the model is trained."""
+    model = getattr(make("dense", tools.tiny, "cpu"), mode)()
+    prompt = inputs("cpu", torch.float32)
+    replace_vision_tower(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model(**prompt)  # evaluated, with gradients on as by default
+        model.model.visual.requires_grad_(False)
+        model(**prompt, labels=prompt["input_ids"]).loss.backward()  # nothing is missing
+        model.model.visual.requires_grad_(True)
+    with pytest.warns(UserWarning, match="no gradient goes through it") as caught:
+        for _ in range(2):
+            model(**prompt, labels=prompt["input_ids"]).loss.backward()
+    assert len([w for w in caught if "vitgraph" in str(w.message)]) == 1
+    assert model.model.visual.merger.linear_fc2.weight.grad is None
+    assert model.model.language_model.layers[0].mlp.up_proj.weight.grad is not None
+
+
+@pytest.mark.parametrize("asked", ["keyword", "config", "tuple", "precomputed"])
+def test_what_ours_does_not_give_is_transformers_own(asked, tools) -> None:
+    """KNOWN_FAILURES 38."""
     model = make("dense", tools.tiny, "cpu")
     prompt = inputs("cpu", torch.float32)
-    features = (prompt["pixel_values"], prompt["image_grid_thw"])
-    replace_vision_tower(model)
-    model.model.get_image_features(*features)  # evaluated
-    model.train()
+    visual, arguments = model.model.visual, (prompt["pixel_values"], prompt["image_grid_thw"])
+    keywords = {
+        "keyword": {"output_hidden_states": True},
+        "config": {},
+        "tuple": {"return_dict": False},
+        "precomputed": {"position_ids": torch.zeros(2, 56, dtype=torch.int64).T},
+    }[asked]
+    visual.config.output_hidden_states = asked == "config"
     with torch.no_grad():
-        model.model.get_image_features(*features)
-    assert not [w for w in recwarn if "vitgraph" in str(w.message)]
-    with pytest.warns(UserWarning, match="its weights get no gradients"):
-        model.model.get_image_features(*features)
-    recwarn.clear()
-    model.model.visual.requires_grad_(False)
-    model.model.get_image_features(*features)
-    assert not [w for w in recwarn if "vitgraph" in str(w.message)]
+        expected = visual(*arguments, **keywords)
+        replace_vision_tower(model)  # transformers' recording hooks are no hindrance
+        with pytest.warns(UserWarning, match="transformers' own vision tower runs where"):
+            found = visual(*arguments, **keywords)
+    if asked == "tuple":
+        assert len(found) == len(expected) == 3
+        assert torch.equal(found[0], expected[0])
+    else:
+        assert torch.equal(found.last_hidden_state, expected.last_hidden_state)
+    if asked in ("keyword", "config"):
+        assert len(found.hidden_states) == len(expected.hidden_states) == 5
+        assert all(map(torch.equal, found.hidden_states, expected.hidden_states))
+
+
+def test_a_served_model_is_pickled_under_transformers_names(tools, tmp_path) -> None:
+    """KNOWN_FAILURES 39."""
+    model = make("dense", tools.tiny, "cpu")
+    prompt = inputs("cpu", torch.float32)
+    own = type(model.model.visual)
+    replace_vision_tower(model)
+    with torch.no_grad():
+        logits = model(**prompt).logits
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert type(loaded.model.visual) is own and not hasattr(loaded.model.visual, "vitgraph")
+    with torch.no_grad():
+        assert relative_error(loaded(**prompt).logits[0], logits[0]) <= 1e-4
+    model.model.visual.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["architectures"] == ["Qwen3VLVisionModel"]
+
+
+def test_the_tower_is_found_in_what_wraps_the_model(tools) -> None:
+    """KNOWN_FAILURES 38."""
+    prompt = inputs("cpu", torch.float32)
+
+    class Wrapper(torch.nn.Module):  # as DistributedDataParallel and peft do it
+        def __init__(self, module) -> None:
+            super().__init__()
+            self.module = module
+
+    for wrap in (Wrapper, lambda model: model.model.visual):
+        model = make("dense", tools.tiny, "cpu")
+        outer = wrap(model)
+        manager = replace_vision_tower(outer)
+        with torch.no_grad():
+            model(**prompt)
+        assert manager.get_cumulative_stats()["graph_misses"] == 2
+        restore_vision_tower(outer)
+        assert not isinstance(model.model.visual, VisionTower)
+    both = torch.nn.ModuleList([make("dense", tools.tiny, "cpu") for _ in range(2)])
+    with pytest.raises(ValueError, match="has 2 vision towers"):
+        replace_vision_tower(both)
+
+
+def test_weights_are_rebound_under_the_lock(tools) -> None:
+    """KNOWN_FAILURES 39: another thread is not in the forward meanwhile."""
+    model = make("dense", tools.tiny, "cpu")
+    prompt = inputs("cpu", torch.float32)
+    manager = replace_vision_tower(model)
+    batch = {name: prompt[name] for name in ("pixel_values", "image_grid_thw")}
+    own, held = manager.model.module.share_weights, []
+
+    def share_weights(tower) -> None:
+        thread = threading.Thread(
+            target=lambda: held.append(not manager._lock.acquire(blocking=False))
+        )
+        thread.start()
+        thread.join()
+        own(tower)
+
+    manager.model.module.share_weights = share_weights
+    CHANGES["data"](next(model.model.visual.parameters()))
+    manager.execute(batch)
+    CHANGES["data"](next(model.model.visual.parameters()))
+    manager.config = CompilationConfig(True, (64,), 8)
+    manager.capture()
+    assert held == [True, True]
 
 
 def test_save_and_copy_while_served(tools, tmp_path) -> None:
@@ -236,12 +338,8 @@ def test_what_is_more_than_a_tower_is_refused(tools) -> None:
     """An adapter, a hook or a wrapper would be left out without a word."""
     model = make("dense", tools.tiny, "cpu")
     visual = model.model.visual
-    hook = visual.blocks[0].register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"the tower's blocks\.0 has hooks"):
-        replace_vision_tower(model)
-    hook.remove()
     visual.forward = visual.forward  # as accelerate's hooks do it
-    with pytest.raises(ValueError, match="the tower's forward is wrapped"):
+    with pytest.raises(ValueError, match="the tower has a forward of its own"):
         replace_vision_tower(model)
     del visual.forward
 
@@ -259,7 +357,7 @@ def test_what_is_more_than_a_tower_is_refused(tools) -> None:
         replace_vision_tower(model)
     visual.blocks[0].mlp.linear_fc1.bias = bias
     visual.blocks[1].attn.proj = Adapter(visual.blocks[1].attn.proj)
-    with pytest.raises(ValueError, match=r"blocks\.1\.attn\.proj is a Adapter"):
+    with pytest.raises(ValueError, match=r"blocks\.1\.attn\.proj is a .*Adapter"):
         replace_vision_tower(model)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from vitgraph.encoder.attention import flash, flashinfer
 from vitgraph.encoder.attention.trial import Attend, Build, Capability, Heads
 from vitgraph.kernels.attention import DTYPES, attention
-from vitgraph.kernels.attention_config import attention_config
+from vitgraph.kernels.attention_config import attention_config, fixed_config
 from vitgraph.kernels.attention_schedule import attention_schedule
 from vitgraph.kernels.launch import is_interpreted
 from vitgraph.kernels.layout import Layout
@@ -34,6 +34,15 @@ def triton(layout: Layout, heads: Heads) -> Attend:
     config = attention_config(
         num_patches, expected, heads.count, heads.dim, heads.dtype, offsets.device
     )
+    schedule = attention_schedule(offsets, num_patches, heads.count, config, layout.num_sequences)
+    return lambda qkv: attention(qkv, offsets, schedule=schedule)
+
+
+def fixed(layout: Layout, heads: Heads) -> Attend:
+    """`triton` in one tiling whatever the capacity, keys never split: a sequence's bits are the
+    same in every pack, for its tiles start at its own first row."""
+    offsets, num_patches = layout.cu_seqlens, layout.coords.shape[0]
+    config = fixed_config(heads.dtype, offsets.device)
     schedule = attention_schedule(offsets, num_patches, heads.count, config, layout.num_sequences)
     return lambda qkv: attention(qkv, offsets, schedule=schedule)
 

@@ -138,4 +138,4 @@ def _parameters(protocol: type, method: str) -> tuple[str, ...]:
 
 def _copy_rows(buffer: Tensor, source: Tensor) -> None:
     """Rows past the source keep what they hold: the graph does not read them."""
-    buffer[: len(source)].copy_(source, non_blocking=outlives(source))
+    buffer[: len(source)].copy_(source, non_blocking=outlives(source, buffer.device))

@@ -4,7 +4,6 @@ vLLM builds, loads, reloads, offloads and names its tower as ever; the tower onl
 `forward`. Nothing is copied: our parameters are views of vLLM's, and follow them when they move.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,11 +13,15 @@ from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
 from vitgraph.encoder.attention.backends import FREE_OF_EMPTY_SEQUENCES
 from vitgraph.encoder.inputs import Grids, host_grids, outlives
 from vitgraph.encoder.sharing import why_not_shareable
+from vitgraph.encoder.structure import Structure, why_not_plain
 from vitgraph.graphs.qwen3_vl import Qwen3VLGraphModel
 from vitgraph.graphs.vllm_plugin.metrics import TowerMetrics
 from vitgraph.graphs.vllm_plugin.names import logger
 from vitgraph.graphs.vllm_plugin.protocol import GRIDS, PIXELS, ReleaseShape, VllmTower
 from vitgraph.kernels.linear import PixelNormalization
+
+# Where the classes of vLLM's tower come from; its LoRA layers do not.
+ORIGINS = ("torch.nn.modules.", "vllm.model_executor.")
 
 
 class SharedEncoder:
@@ -29,9 +32,18 @@ class SharedEncoder:
         vision_config: Hugging Face's.
         attention: name of our backend.
         shape: of the running release's encoder graph protocol.
+        batch_invariant: an image's bits do not depend on what it is encoded with.
     """
 
-    def __init__(self, tower: Any, vision_config: Any, attention: str, shape: ReleaseShape) -> None:
+    def __init__(
+        self,
+        tower: Any,
+        vision_config: Any,
+        attention: str,
+        shape: ReleaseShape,
+        batch_invariant: bool = False,
+    ) -> None:
+        self.batch_invariant = batch_invariant
         self.tower, self.vision_config, self.attention = tower, vision_config, attention
         self.shape = shape
         self.pixel_normalization = _normalization(getattr(tower, "input_norm", None))
@@ -39,13 +51,8 @@ class SharedEncoder:
         self._moved = False
         self._model: Qwen3VLGraphModel | None = None
         self._pointers: tuple[int, ...] = ()
-        # Where the parameters are kept: asking the modules for them takes a millisecond.
-        self._slots = [
-            (module._parameters, name)
-            for module in tower.modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        ]
+        self._structure: Structure | None = None
+        self._slots = _slots(tower)
         self.unshareable: str | None = None
         self._max_sequences = 0
         self._captures: dict[int, dict[str, Any]] = {}
@@ -68,21 +75,33 @@ class SharedEncoder:
 
     def refresh(self) -> bool:
         """Follow parameters that moved or were replaced; False where ours cannot use them."""
-        pointers = tuple(
+        pointers = self._where()
+        same = self._structure is not None and self._structure.unchanged()
+        known = self._model is not None and self.unshareable is None
+        if known and same and pointers == self._pointers:
+            return True
+        config = VisionConfig.from_dict(self.vision_config.to_dict())
+        reason = why_not_plain(self.tower, "the tower's", ORIGINS)
+        if reason := reason or why_not_shareable(self.tower, config):
+            if self.unshareable is None:
+                logger.error("vitgraph: after loading, %s: vLLM's own tower serves", reason)
+            self.unshareable = reason  # the model of before still tells sizes
+            return False
+        # What is on the modules may be gone again, and eps is another: graphs hold what was.
+        moved = pointers != self._pointers or not same
+        self._moved = self._moved or (self.captured and moved)
+        if not same:  # children may be others
+            self._structure, self._slots = Structure(self.tower), _slots(self.tower)
+            pointers = self._where()
+        self._model, self._pointers = Qwen3VLGraphModel(self._bind()), pointers
+        self.unshareable = None
+        return True
+
+    def _where(self) -> tuple[int, ...]:
+        return tuple(
             0 if (parameter := owner.get(name)) is None else parameter.data_ptr()
             for owner, name in self._slots
         )
-        if self._model is not None and pointers == self._pointers:
-            return True
-        config = VisionConfig.from_dict(self.vision_config.to_dict())
-        if reason := why_not_shareable(self.tower, config):
-            if self.unshareable is None:
-                logger.error("vitgraph: after loading, %s: vLLM's own tower serves", reason)
-            self.unshareable, self._model = reason, None
-            return False
-        self._moved = self._moved or (self.captured and pointers != self._pointers)
-        self._model, self._pointers = Qwen3VLGraphModel(self._bind()), pointers
-        return True
 
     @torch.no_grad()
     def encode(self, pixels: Tensor, grid_thw: Any, reason: str | None = None) -> Tensor:
@@ -98,9 +117,11 @@ class SharedEncoder:
 
     def _encode(self, encoder: Qwen3VLVisionEncoder, pixels: Tensor, grid_thw: Any) -> Tensor:
         if self.pixel_normalization is None:
-            pixels = pixels.to(encoder.device, non_blocking=outlives(pixels)).to(encoder.dtype)
+            pixels = pixels.to(encoder.device, non_blocking=outlives(pixels, encoder.device)).to(
+                encoder.dtype
+            )
         elif pixels.dtype != torch.uint8:  # 0..255 all the same
-            pixels = pixels.to(encoder.device, non_blocking=outlives(pixels))
+            pixels = pixels.to(encoder.device, non_blocking=outlives(pixels, encoder.device))
             pixels = self.tower.input_norm(pixels, encoder.dtype)
         return encoder(pixels, grid_thw)
 
@@ -108,7 +129,8 @@ class SharedEncoder:
         self, budget: int, max_items: int, max_frames: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
         """Static pixels and grids of one budget; the plan of the forward is kept here."""
-        self.refresh()
+        if not self.refresh():
+            raise RuntimeError(f"vitgraph: {self.unshareable}; set VITGRAPH_DISABLE=1")
         encoder = self.encoder
         if not self._captures:  # vLLM's fallback is our eager forward: it compiles now or never
             with torch.no_grad():
@@ -173,16 +195,15 @@ class SharedEncoder:
 
     def _bind(self) -> Qwen3VLVisionEncoder:
         tower = self.tower
-        encoder = Qwen3VLVisionEncoder.from_transformers(
-            SimpleNamespace(
-                config=self.vision_config,
-                patch_embed=tower.patch_embed,
-                named_parameters=tower.named_parameters,
-                named_modules=tower.named_modules,
-            ),
+        encoder = Qwen3VLVisionEncoder(
+            VisionConfig.from_dict(self.vision_config.to_dict()),
+            device="meta",
+            dtype=tower.patch_embed.proj.weight.dtype,
             attention=self.attention,
+            batch_invariant=self.batch_invariant,
             pixel_dtype=torch.uint8 if self.pixel_normalization is not None else None,
         )
+        encoder.share_weights(tower)
         # Anew: its buffers may have been loaded since.
         if (normalization := _normalization(getattr(tower, "input_norm", None))) is not None:
             encoder.normalization = normalization
@@ -203,13 +224,30 @@ class AdoptedTower(VllmTower):
         return self.vitgraph.encode(x, grid_thw)
 
 
-def adopt(tower: Any, vision_config: Any, attention: str, shape: ReleaseShape) -> SharedEncoder:
+def adopt(
+    tower: Any,
+    vision_config: Any,
+    attention: str,
+    shape: ReleaseShape,
+    batch_invariant: bool = False,
+) -> SharedEncoder:
     """Give vLLM's tower our forward; its parameters, attributes and loading stay its own."""
     theirs = type(tower)
     tower.__class__ = type(f"Vitgraph{theirs.__name__}", (AdoptedTower, theirs), {})
-    tower.vitgraph = shared = SharedEncoder(tower, vision_config, attention, shape)
+    shared = SharedEncoder(tower, vision_config, attention, shape, batch_invariant)
+    tower.vitgraph = shared
     logger.debug("vitgraph: adopted %s", theirs.__name__)
     return shared
+
+
+def _slots(tower: Any) -> list[tuple[dict, str]]:
+    """Where the parameters are kept: asking the modules for them takes a millisecond."""
+    return [
+        (module._parameters, name)
+        for module in tower.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
 
 
 def _normalization(input_norm: Any) -> PixelNormalization | None:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import os
 from typing import Any
 
 import torch
@@ -9,11 +10,11 @@ from torch import Tensor
 
 from vitgraph.encoder import VisionConfig
 from vitgraph.encoder.attention.backends import FREE_OF_EMPTY_SEQUENCES
-from vitgraph.encoder.inputs import Grids, check_grids
+from vitgraph.encoder.inputs import Grids, check_grids, check_pixels
 from vitgraph.encoder.sharing import why_not_shareable
 from vitgraph.graphs.qwen3_vl import KEYS
 from vitgraph.graphs.vllm_plugin.backends import counterpart
-from vitgraph.graphs.vllm_plugin.names import logger
+from vitgraph.graphs.vllm_plugin.names import attempt, describe, logger
 from vitgraph.graphs.vllm_plugin.protocol import ReleaseShape, VllmModel, detect_shape
 from vitgraph.graphs.vllm_plugin.tower import SharedEncoder, adopt
 
@@ -26,37 +27,43 @@ class VisionTowerWrapper(VllmModel):
     """
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        ranks = replicate_tower(vllm_config)
+        # A later vLLM may lack a field that is read here: then its own tower serves.
+        ranks, failed = attempt(replicate_tower, vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         encoder: SharedEncoder | None = None
         try:
             shape = detect_shape()
-            reason = why_not_served(vllm_config)
+            reason = failed or why_not_served(vllm_config)
             if reason is None:
                 encoder = _adopt(self.visual, vllm_config, shape)
         except Exception as error:
-            reason = str(error)
+            reason = describe(error)
         self.vitgraph = encoder
-        self._vitgraph_declined: dict[str, Any] | None = None
-        no_graphs = why_no_graphs(vllm_config, encoder)
-        if vllm_config.compilation_config.cudagraph_mm_encoder and no_graphs is not None:
-            # The runner asks after the model was built.
-            vllm_config.compilation_config.cudagraph_mm_encoder = False
+        self._vitgraph_declined = False
+        no_graphs, failed = attempt(why_no_graphs, vllm_config, encoder)
+        if encoder is not None:
+            no_graphs = no_graphs or failed
+        compilation = vllm_config.compilation_config
+        if no_graphs is not None and getattr(compilation, "cudagraph_mm_encoder", False):
+            compilation.cudagraph_mm_encoder = False  # the runner asks after the model was built
             logger.warning("vitgraph: no encoder graphs: %s", no_graphs)
         if encoder is None:
             logger.warning(
                 "vitgraph: vLLM's own vision tower serves %s: %s", type(self).__name__, reason
             )
             return
-        encoder.graphs_off = not vllm_config.compilation_config.cudagraph_mm_encoder
+        if getattr(compilation, "compile_mm_encoder", False):
+            logger.warning("vitgraph: compile_mm_encoder has no effect: nothing here is compiled")
+        encoder.graphs_off = not compilation.cudagraph_mm_encoder
         logger.info(
             "vitgraph serves the vision tower of %s: attention %s (vLLM chose %s), %s pixels, "
-            "graphs %s, %d rank%s, encoder graph protocol of vLLM %s",
+            "graphs %s%s, %d rank%s, encoder graph protocol of vLLM %s",
             type(self).__name__,
             encoder.attention,
             self.visual.attn_backend.name,
             "uint8" if encoder.pixel_normalization is not None else "normalised",
-            "on" if vllm_config.compilation_config.cudagraph_mm_encoder else "off",
+            "off" if encoder.graphs_off else "on",
+            ", batch-invariant" if encoder.batch_invariant else "",
             ranks,
             "" if ranks == 1 else "s, weights replicated and items shared out",
             encoder.shape.releases,
@@ -126,11 +133,13 @@ class VisionTowerWrapper(VllmModel):
         pixel_key, grid_key = _keys(mm_kwargs)
         pixels = mm_kwargs[pixel_key]
         grids = check_grids(mm_kwargs[grid_key], self.visual.spatial_merge_size)
+        check_pixels(pixels, grids, self.vitgraph.encoder.config.patch_width)
+        self._vitgraph_declined = False
         if reason := self.vitgraph.why_not_replayable(pixels, grids):
             if not self.vitgraph.shape.item_specs:
                 raise RuntimeError(f"vitgraph: {reason}")
             _warn_once(reason)
-            self._vitgraph_declined = mm_kwargs
+            self._vitgraph_declined = True
             pixels, grids = None, Grids()
         else:
             self.vitgraph.start_replay(grids)
@@ -152,11 +161,20 @@ class VisionTowerWrapper(VllmModel):
     def postprocess_encoder_output(
         self, output: Any, *arguments: Any, batch_mm_kwargs: Any = None, **keywords: Any
     ) -> None:
-        """vLLM's; a pack that was declined is encoded first."""
-        declined, self._vitgraph_declined = self._vitgraph_declined, None
-        if self.vitgraph is not None and declined is not None and declined is batch_mm_kwargs:
-            pixel_key, grid_key = _keys(declined)
-            rows = self.vitgraph.encode(declined[pixel_key], declined[grid_key], "declined")
+        """vLLM's; a pack that was declined is encoded first.
+
+        Raises:
+            RuntimeError: after a declined pack, without one to encode.
+        """
+        declined, self._vitgraph_declined = self._vitgraph_declined, False
+        if self.vitgraph is not None and declined:
+            if not batch_mm_kwargs:
+                raise RuntimeError("vitgraph: vLLM did not hand back the pack that was declined")
+            # As it is handed back: whatever it is, its own rows are right.
+            pixel_key, grid_key = _keys(batch_mm_kwargs)
+            pack = batch_mm_kwargs[pixel_key], batch_mm_kwargs[grid_key]
+            served = self.vitgraph.refresh()
+            rows = self.vitgraph.encode(*pack, "declined") if served else self.visual(*pack)
             output = self.vitgraph.shape.outputs(rows)
         elif self.vitgraph is not None:
             self.vitgraph.metrics.end_replay()
@@ -188,7 +206,7 @@ def replicate_tower(vllm_config: Any) -> int:
 def why_not_served(vllm_config: Any) -> str | None:
     """What in the configuration asks for vLLM's own tower, or None."""
     multimodal = vllm_config.model_config.multimodal_config
-    if _tower_lora(vllm_config):
+    if getattr(vllm_config.lora_config, "enable_tower_connector_lora", False):
         return "LoRA on the vision tower (enable_tower_connector_lora)"
     if getattr(multimodal, "mm_encoder_attn_dtype", None) is not None:
         return f"attention in {multimodal.mm_encoder_attn_dtype} (mm_encoder_attn_dtype)"
@@ -200,7 +218,7 @@ def why_no_graphs(vllm_config: Any, encoder: SharedEncoder | None) -> str | None
     multimodal = vllm_config.model_config.multimodal_config
     if multimodal.is_multimodal_pruning_enabled():
         return "video pruning post-processes what the encoder returns, and graphs bypass that"
-    if _tower_lora(vllm_config):
+    if getattr(vllm_config.lora_config, "enable_tower_connector_lora", False):
         return "packing reorders items after the adapters of the vision tower were mapped"
     fp8 = getattr(multimodal, "mm_encoder_attn_dtype", None) == "fp8"
     if fp8 and not getattr(multimodal, "mm_encoder_fp8_scale_path", None):
@@ -248,7 +266,10 @@ def _adopt(tower: Any, vllm_config: Any, shape: ReleaseShape) -> SharedEncoder:
     if not shape.item_specs and attention not in FREE_OF_EMPTY_SEQUENCES:
         # These releases cannot take a pack back that has more frames than a graph has slots.
         attention = "triton"
-    return adopt(tower, vision_config, attention, shape)
+    invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0").strip() not in ("", "0")
+    if invariant and tower.device.type != "cuda":
+        raise ValueError("VLLM_BATCH_INVARIANT needs kernels of a GPU")
+    return adopt(tower, vision_config, "triton" if invariant else attention, shape, invariant)
 
 
 @functools.lru_cache(maxsize=64)
@@ -265,10 +286,6 @@ def _name_memory(needed: int, budget: int) -> None:
         budget,
         needed / 2**30,
     )
-
-
-def _tower_lora(vllm_config: Any) -> bool:
-    return bool(getattr(vllm_config.lora_config, "enable_tower_connector_lora", False))
 
 
 def _keys(mm_kwargs: dict[str, Any]) -> tuple[str, str]:
