@@ -1,7 +1,7 @@
 """Qwen3-VL's encoder as a model of the graph manager (`vitgraph.graphs.SupportsEncoderCudaGraph`).
 
-The graph has two inputs, the pixels and the grids (unused slots are zero); the rest is derived on the
-device, the number of real rows included. Nothing is zeroed between replays.
+The graph has two inputs, the pixels and the grids (unused slots are zero); the rest is derived on
+the device, the number of real rows included. Nothing is zeroed between replays.
 """
 
 from collections.abc import Mapping
