@@ -49,8 +49,9 @@ def as_model(encoder: Any) -> Any:
 
 
 class Qwen3VLGraphModel:
-    """The ten protocol methods for an encoder, and some optional ones. A batch (`mm_kwargs`) is {"pixel_values", "image_grid_thw"}, {"pixel_values_videos",
-    "video_grid_thw"}, or both, the images before the videos.
+    """The ten protocol methods for an encoder, and some optional ones. A batch (`mm_kwargs`) is
+    {"pixel_values", "image_grid_thw"}, {"pixel_values_videos", "video_grid_thw"}, or both, the
+    images before the videos.
 
     Attributes:
         module: the encoder.
