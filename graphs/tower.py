@@ -30,10 +30,15 @@ class _Service:
 
     def follow(self) -> None:
         """Share the tower's weights anew where they moved or were replaced. Graphs captured
-        before then refuse to replay. Without the tower the manager keeps the weights it has."""
+        before then refuse to replay. Without the tower the manager keeps the weights it has.
+
+        Raises:
+            ValueError: the tower has become what `replace_vision_tower` refuses, by an adapter say.
+        """
         if (tower := self.tower()) is None:
             return
         if not self.addresses.unchanged():
+            _check_plain(tower)
             self.encoder.share_weights(tower)
             self.addresses = Addresses(tower)
 
@@ -144,7 +149,8 @@ def _check_plain(tower: Any) -> None:
             raise ValueError(f"the tower's {name or 'forward'} has hooks, which would not run")
         if "forward" in vars(module):  # as accelerate's offloading does it
             raise ValueError(f"the tower's {name or 'forward'} is wrapped, which would not run")
-        if not type(module).__module__.startswith(("torch.nn.modules.", "transformers.")):
+        known = ("torch.nn.modules.", "transformers.")
+        if not (isinstance(module, VisionTower) or type(module).__module__.startswith(known)):
             raise ValueError(f"the tower's {name} is a {type(module).__name__}; is it an adapter?")
     for name, parameter in tower.named_parameters():
         if parameter.device.type == "meta":
