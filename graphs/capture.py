@@ -163,13 +163,27 @@ class BudgetGraphs:
             (graph.metadata_buffers[key], replay.buffers[key]) for key in self.config.buffer_keys
         ]
         for buffer, source in copies:
-            if self.config.zero_buffers:
+            _check_fits(buffer, source)
+        for buffer, source in copies:
+            if self.config.zero_buffers and buffer.ndim:
                 buffer[len(source) :].zero_()
             _copy_rows(buffer, source)
 
+    def serves(self, mm_kwargs: dict[str, Any]) -> bool:
+        """Whether a batch is of a modality that the graphs are for."""
+        return any(mm_kwargs.get(key) is not None for key in self._input_keys())
+
     def _input_key(self, mm_kwargs: dict[str, Any]) -> str:
-        keys = (self.config.input_key_by_modality[name] for name in self.config.modalities)
-        return next(key for key in keys if key in mm_kwargs)
+        for key in self._input_keys():
+            if mm_kwargs.get(key) is not None:
+                return key
+        raise ValueError(
+            f"{type(self.model).__name__} captures {', '.join(mm_kwargs)}, but its input is "
+            f"{' or '.join(self._input_keys())} (input_key_by_modality)"
+        )
+
+    def _input_keys(self) -> list[str]:
+        return [self.config.input_key_by_modality[name] for name in self.config.modalities]
 
     @contextmanager
     def _after_last_use(self) -> Iterator[None]:
@@ -267,6 +281,8 @@ def _prefix(large: Tensor, small: Tensor) -> Tensor:
     """The first rows of `large` with the values of `small`; `small` itself where it does not
     fit.
     """
+    if not small.ndim or large.ndim != small.ndim:
+        return small
     if large.dtype != small.dtype or large.shape[1:] != small.shape[1:] or len(small) > len(large):
         return small
     return large[: len(small)].copy_(small)
@@ -276,13 +292,23 @@ def _same_storage(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def _copy_rows(buffer: Tensor, source: Tensor) -> None:
-    """Copy into the first rows; values of another dtype are converted on the device."""
+def _check_fits(buffer: Tensor, source: Tensor) -> None:
+    """A copy would spread a narrower source over the buffer."""
+    fits = source.ndim == buffer.ndim and source.shape[1:] == buffer.shape[1:]
+    if not fits or (source.ndim and len(source) > len(buffer)):
+        raise ValueError(
+            f"graphs were captured for inputs of {tuple(buffer.shape)}, got {tuple(source.shape)}"
+        )
     if (source.dtype == torch.uint8) != (buffer.dtype == torch.uint8):
         raise ValueError(f"graphs were captured for {buffer.dtype} inputs, got {source.dtype}")
+
+
+def _copy_rows(buffer: Tensor, source: Tensor) -> None:
+    """Copy into the first rows; values of another dtype are converted on the device."""
     if source.dtype != buffer.dtype and source.device != buffer.device:
         source = source.to(buffer.device, non_blocking=outlives(source, buffer.device))
-    buffer[: len(source)].copy_(source, non_blocking=outlives(source, buffer.device))
+    target = buffer[: len(source)] if buffer.ndim else buffer
+    target.copy_(source, non_blocking=outlives(source, buffer.device))
 
 
 def _lacks_memory(error: Exception) -> bool:

@@ -12,9 +12,10 @@ from torch import Tensor
 from vitgraph.graphs.budgets import resolve_budgets
 from vitgraph.graphs.capture import BudgetGraphMetadata, BudgetGraphs
 from vitgraph.graphs.config import CompilationConfig, infer_limits
-from vitgraph.graphs.packing import Item, Pack, greedy
+from vitgraph.graphs.packing import Item, Pack, all_eager, greedy, why_eager
 from vitgraph.graphs.protocol import (
     SupportsEncoderCudaGraph,
+    check_rows,
     look,
     require_protocol,
 )
@@ -24,6 +25,7 @@ from vitgraph.kernels.launch import on_device
 
 logger = logging.getLogger(__name__)
 
+Run = tuple[Pack, Stopwatch]
 OnPack = Callable[[Pack, Stopwatch], None]
 
 
@@ -36,8 +38,8 @@ class EncoderCudaGraphManager:
         config: see `CompilationConfig`; without `cudagraph_mm_encoder` everything runs eagerly.
         device, dtype: of the static buffers, of a model that does not say.
         log_interval: log the statistics every so many batches, 0 for never.
-        on_pack: called as on_pack(pack, stopwatch) once a batch has been launched, for each of its
-            packs; `stopwatch.seconds()` waits for the pack and tells how long it took.
+        on_pack: called as on_pack(pack, stopwatch) once a batch has been launched and counted, for
+            each of its packs; `stopwatch.seconds()` waits for the pack and tells how long it took.
 
     Raises:
         ValueError: a model without the protocol's methods, a device or dtype that is not its own,
@@ -67,6 +69,7 @@ class EncoderCudaGraphManager:
         self.config = config or CompilationConfig()
         self._given = device, dtype
         self._settle()
+        self._check_given()
         budget_range = self.model.get_encoder_cudagraph_budget_range()
         budgets = resolve_budgets(
             self.config.encoder_cudagraph_token_budgets,
@@ -91,6 +94,9 @@ class EncoderCudaGraphManager:
         device, dtype = self._given
         self.device = torch.device(getattr(self.model, "device", device or "cpu"))
         self.dtype = getattr(self.model, "dtype", dtype or torch.float32)
+
+    def _check_given(self) -> None:
+        device, dtype = self._given
         if dtype not in (None, self.dtype):
             raise ValueError(f"dtype {dtype} is not the model's, {self.dtype}")
         asked = torch.device(device or self.device)
@@ -120,13 +126,18 @@ class EncoderCudaGraphManager:
         if not self.config.cudagraph_mm_encoder:
             logger.info("encoder graphs are off (cudagraph_mm_encoder=False)")
             return
-        with self._lock, on_device(self.device), torch.inference_mode(False), torch.no_grad():
+        with self._lock:
             self.clear()
+            before = self.device
             self._settle()
-            graphs = BudgetGraphs(self.model, self._requested, self.device, self.dtype)
-            graphs.capture(self._requested.budgets, self._capturing_stream())
-            self._graphs = graphs
-            self._warm_up()
+            self._check_given()
+            if self.device != before:
+                self._stream = None
+            with on_device(self.device), torch.inference_mode(False), torch.no_grad():
+                graphs = BudgetGraphs(self.model, self._requested, self.device, self.dtype)
+                graphs.capture(self._requested.budgets, self._capturing_stream())
+                self._graphs = graphs
+                self._warm_up()
             captured = tuple(sorted(graphs.by_budget))
             self.limits = replace(self._requested, budgets=captured or self._requested.budgets)
 
@@ -206,56 +217,59 @@ class EncoderCudaGraphManager:
     ) -> tuple[Tensor, list[int]]:
         """`execute`, with the rows of all items in one tensor and the tokens of each item."""
         mm_kwargs, items = look(self.model, mm_kwargs)
+        if not self.is_captured():
+            self._settle()  # it may have moved
         if not items:
             width = self.model.get_encoder_cudagraph_config().out_hidden_size
             return torch.empty(0, width, dtype=self.dtype, device=self.device), []
         with self._lock, on_device(self.device), torch.no_grad():
             if self._busy:
                 raise RuntimeError("execute() was called from within the model's forward")
-            self._busy = True
+            self._busy, on_pack = True, self.on_pack
             try:
-                return self._encode(mm_kwargs, items, borrow), [item.tokens for item in items]
+                served = self.is_captured() and self._graphs.serves(mm_kwargs)
+                plan = greedy(items, self.limits) if served else [all_eager(items)]
+                runs = [(pack, Stopwatch(self.device, on_pack is not None)) for pack in plan]
+                rows = self._encode(mm_kwargs, items, runs, borrow)
             finally:
                 self._busy = False
+            if on_pack is not None:  # it may encode, too
+                for pack, watch in runs:
+                    on_pack(pack, watch)
+            return rows, [item.tokens for item in items]
 
-    def _encode(self, mm_kwargs: dict[str, Any], items: list[Item], borrow: bool) -> Tensor:
-        plan = greedy(items, self.limits) if self.is_captured() else [_all_of(items)]
-        if any(pack.budget is not None for pack in plan):
+    def _encode(
+        self, mm_kwargs: dict[str, Any], items: list[Item], runs: list[Run], borrow: bool
+    ) -> Tensor:
+        if any(pack.budget is not None for pack, _ in runs):
             self._graphs.check_module()
-        watches = [Stopwatch(self.device, self.on_pack is not None) for _ in plan]
-        if len(plan) == 1:
-            with watches[0]:  # all of the batch
-                rows = self._run(mm_kwargs, plan[0], borrow)
+        if len(runs) == 1:
+            pack, watch = runs[0]
+            with watch:  # all of the batch
+                rows = self._run(mm_kwargs, pack, borrow)
         else:
-            rows = self._run_apart(mm_kwargs, plan, items, watches)
+            rows = self._run_apart(mm_kwargs, items, runs)
         # Counted when all of it was launched: a batch that raises leaves the numbers as they were.
-        for pack, watch in zip(plan, watches, strict=True):
+        for pack, _ in runs:
             if pack.budget is not None:
                 self.statistics.record_replay(pack)
             else:
                 self.statistics.record_misses(self._miss_reason(items[i]) for i in pack.indices)
-            if self.on_pack is not None:
-                self.on_pack(pack, watch)
         self.statistics.finish_batch()
         return rows
 
-    def _run_apart(
-        self,
-        mm_kwargs: dict[str, Any],
-        plan: list[Pack],
-        items: list[Item],
-        watches: list[Stopwatch],
-    ) -> Tensor:
+    def _run_apart(self, mm_kwargs: dict[str, Any], items: list[Item], runs: list[Run]) -> Tensor:
         """Several packs, each item's rows put where they belong."""
         tokens = [item.tokens for item in items]
         rows: Tensor | None = None
-        for pack, watch in zip(plan, watches, strict=True):
+        for pack, watch in runs:
             with watch:
                 selected = self.model.select_encoder_cudagraph_items(mm_kwargs, list(pack.indices))
                 part = self._run(selected, pack, True)
                 if rows is None:
                     rows = part.new_empty(sum(tokens), *part.shape[1:])
                     places = rows.split(tokens)
+                check_rows(self.model, part, pack.tokens, rows.shape[1:])
                 parts = part.split([tokens[index] for index in pack.indices])
                 torch._foreach_copy_([places[index] for index in pack.indices], list(parts))
         assert rows is not None  # there are several packs
@@ -263,8 +277,11 @@ class EncoderCudaGraphManager:
 
     def _run(self, mm_kwargs: dict[str, Any], pack: Pack, borrow: bool) -> Tensor:
         if pack.budget is None:
-            return self.model.encoder_eager_forward(mm_kwargs)
-        return self._graphs.replay(mm_kwargs, pack.budget, pack.tokens, borrow=borrow)
+            rows = self.model.encoder_eager_forward(mm_kwargs)
+        else:
+            rows = self._graphs.replay(mm_kwargs, pack.budget, pack.tokens, borrow=borrow)
+        check_rows(self.model, rows, pack.tokens)
+        return rows
 
     def get_cumulative_stats(self) -> dict[str, Any]:
         """Hits and misses (items), replays and fill per budget since the manager was made."""
@@ -274,8 +291,4 @@ class EncoderCudaGraphManager:
         """Why an item that ran eagerly was in no replay."""
         if not self.is_captured():
             return "not_captured" if self.config.cudagraph_mm_encoder else "graphs_off"
-        return "too_large" if item.tokens > self.limits.budgets[-1] else "too_many_sequences"
-
-
-def _all_of(items: list[Item]) -> Pack:
-    return Pack(tuple(range(len(items))), sum(item.tokens for item in items), None)
+        return why_eager(item, self.limits)

@@ -64,3 +64,16 @@ def greedy(items: Sequence[Item], limits: Limits) -> list[Pack]:
         sequences += item.sequences
     close()
     return packs + eager
+
+
+def all_eager(items: Sequence[Item]) -> Pack:
+    """A batch that no graph serves."""
+    return Pack(tuple(range(len(items))), sum(item.tokens for item in items), None)
+
+
+def why_eager(item: Item, limits: Limits) -> str:
+    """What keeps an item out of every pack of `greedy`; else its batch was of a modality that has
+    no graphs."""
+    if item.tokens > limits.budgets[-1]:
+        return "too_large"
+    return "too_many_sequences" if item.sequences > limits.max_sequences else "other_modality"

@@ -120,6 +120,19 @@ def require_protocol(model: object) -> None:
         raise ValueError(f"{type(model).__name__} lacks {', '.join(missing)}")
 
 
+def check_rows(model: object, rows: Tensor, tokens: int, shape: torch.Size | None = None) -> None:
+    """Refuse what a forward returned: not a row a token, or rows unlike others, of `shape`.
+
+    Raises:
+        ValueError: naming the model and both numbers.
+    """
+    name = type(model).__name__
+    if len(rows) != tokens:
+        raise ValueError(f"{name} returned {len(rows)} rows for {tokens} tokens")
+    if shape is not None and rows.shape[1:] != shape:
+        raise ValueError(f"{name} returned rows of {(*rows.shape[1:],)} after rows of {(*shape,)}")
+
+
 def look(
     model: SupportsEncoderCudaGraph, mm_kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], list[Item]]:
@@ -132,11 +145,14 @@ def look(
     if check := getattr(model, "check_encoder_inputs", None):
         mm_kwargs = check(mm_kwargs)
     tokens = model.get_encoder_cudagraph_per_item_output_tokens(mm_kwargs)
-    if (count := model.get_encoder_cudagraph_num_items(mm_kwargs)) != len(tokens):
-        raise ValueError(
-            f"{type(model).__name__} says that a batch has {count} items, and {len(tokens)} outputs"
-        )
-    sequences = [1] * len(tokens)
+    count = model.get_encoder_cudagraph_num_items(mm_kwargs)
+    sequences = [1] * count
     if per_item := getattr(model, "get_encoder_cudagraph_per_item_sequences", None):
         sequences = per_item(mm_kwargs)
+    for what, sizes in (("output", tokens), ("sequence", sequences)):
+        if len(sizes) != count:
+            raise ValueError(
+                f"{type(model).__name__} says that a batch has {count} items, and {len(sizes)} "
+                f"{what}s"
+            )
     return mm_kwargs, list(map(Item, tokens, sequences))

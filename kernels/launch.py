@@ -41,9 +41,15 @@ def hopper_tier_unavailable(device: torch.device) -> str | None:
 
     The first call for a GPU may take a minute, under a release of Triton that they were not tested
     with. VITGRAPH_HOPPER_TIER=off leaves them out.
+
+    Raises:
+        ValueError: VITGRAPH_HOPPER_TIER is something else than on or off.
     """
-    if os.environ.get("VITGRAPH_HOPPER_TIER", "on").strip().lower() in ("off", "0"):
+    asked = os.environ.get("VITGRAPH_HOPPER_TIER", "").strip().lower()
+    if asked in ("off", "0"):
         return "VITGRAPH_HOPPER_TIER is off"
+    if asked not in ("", "on", "1"):
+        raise ValueError(f"VITGRAPH_HOPPER_TIER {asked!r} is neither 'on' nor 'off'")
     capability = capability_of(device)
     if capability != (9, 0):
         return f"needs compute capability 9.0, this GPU has {capability[0]}.{capability[1]}"

@@ -115,7 +115,7 @@ def test_one_tiling_for_every_capacity(capability, monkeypatch) -> None:
 @pytest.mark.parametrize("options", [{"attention": "sdpa"}, {"ops": "torch"}], ids=str)
 def test_what_cannot_be_invariant(options, tools) -> None:
     config = VisionConfig.from_dict(tools.tiny)
-    with pytest.raises(ValueError, match="batch_invariant is for attention 'triton'"):
+    with pytest.raises(ValueError, match="batch_invariant has attention 'triton'"):
         Qwen3VLVisionEncoder(config, batch_invariant=True, **options)
     with pytest.raises(ValueError, match="no kernels for torch"):
         Qwen3VLVisionEncoder(config, batch_invariant=True, dtype=torch.float64)

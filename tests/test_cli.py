@@ -255,6 +255,25 @@ def test_killed_and_run_again(photos, tmp_path) -> None:
     assert not list(output.glob("*.part"))
 
 
+def test_a_folder_of_others_stays_as_it_is(photos, tmp_path, capsys) -> None:
+    """A browser names what it is downloading .part, too."""
+    others = {tmp_path / "film.mp4.part", tmp_path / "index.json.part"}
+    for file in others:
+        file.write_text("half of it")
+    assert main(["encode", photos[0], "--output", str(tmp_path), *EAGER]) == 2
+    assert "holds film.mp4.part" in capsys.readouterr().err.replace("\n", " ")
+    assert others <= set(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("metadata", ["[]", "null"])
+def test_shards_of_others_are_refused(metadata, photos, tmp_path, capsys) -> None:
+    file = tmp_path / "out" / "000001.safetensors"
+    file.parent.mkdir()
+    save_file({"a": torch.ones(1)}, file, metadata={"vitgraph": metadata})
+    assert main(["encode", photos[0], "--output", str(file.parent), *EAGER]) == 2
+    assert "is none of vitgraph's" in capsys.readouterr().err.replace("\n", " ")
+
+
 @pytest.mark.parametrize("name", ["out.safetensors", "out"])
 def test_a_broken_file_after_good_ones(name, photos, tmp_path, capsys) -> None:
     broken, whole = Path(photos[4]), Path(photos[4]).read_bytes()

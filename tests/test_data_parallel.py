@@ -215,15 +215,16 @@ class Cases:
 
     def idle_ranks_launch_nothing(self) -> None:
         """KNOWN_FAILURES 7."""
-        launched, forward = [], self.encoder.forward
-        self.encoder.forward = lambda *inputs: launched.append(1) or forward(*inputs)
+        launched, model = [], self.parallel.model
+        forward = model.encoder_eager_forward
+        model.encoder_eager_forward = lambda batch: launched.append(1) or forward(batch)
         try:
             self.parallel.execute(self.batch([(1, 4, 4)]))
             assert len(launched) == (1 if self.rank == 0 else 0)
             self.parallel.execute(self.batch([]))
             assert len(launched) == (1 if self.rank == 0 else 0)
         finally:
-            del self.encoder.forward
+            del model.encoder_eager_forward
 
     def raises(self, batch: dict, message: str) -> None:
         try:

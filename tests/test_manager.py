@@ -2,6 +2,7 @@
 of.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -490,3 +491,151 @@ def test_a_model_that_contradicts_itself_is_named() -> None:
         EncoderCudaGraphManager(Miscounts()).execute(batch)
     with pytest.raises(ValueError, match="NoInput has graphs for smell, but an input only for s"):
         EncoderCudaGraphManager(NoInput())
+
+
+def sums(kind: type = SegmentSum, **options: Any) -> EncoderCudaGraphManager:
+    manager = EncoderCudaGraphManager(kind(), CompilationConfig(True, (4, 8, 32), 4), **options)
+    manager.capture()
+    return manager
+
+
+def sound(lengths: list[int], key: str = "samples", width: int = SegmentSum.width) -> dict:
+    return {key: torch.randn(sum(lengths), width), "lengths": lengths}
+
+
+class Another(SegmentSum):
+    """Takes "speech", too, for which it has no graphs."""
+
+    def encoder_eager_forward(self, mm_kwargs) -> Tensor:
+        rows = mm_kwargs["samples"] if "samples" in mm_kwargs else mm_kwargs["speech"]
+        return rows[:, :3]
+
+
+def test_a_modality_without_graphs_runs_eagerly() -> None:
+    manager, speech = sums(Another), sound([1, 3], "speech")
+    batches = [sound([2]), speech, sound([1])]
+    results = list(map(manager.execute, batches))  # a StopIteration would end it quietly
+    assert len(results) == 3
+    assert torch.equal(torch.cat(results[1]), speech["speech"][:, :3])
+    assert manager.get_cumulative_stats()["misses_by_reason"] == {"other_modality": 2}
+
+
+@pytest.mark.parametrize(
+    ("mm_kwargs", "message"),
+    [
+        (sound([3], width=1), r"captured for inputs of \(4, 5\), got \(3, 1\)"),
+        (
+            sound([2]) | {"samples": torch.ones(9, 5)},
+            r"captured for inputs of \(4, 5\), got \(9, 5\)",
+        ),
+    ],
+    ids=["narrow", "long"],
+)
+def test_inputs_of_another_shape_are_refused(mm_kwargs, message) -> None:
+    """A copy would repeat one column over all of them."""
+    manager = sums()
+    with pytest.raises(ValueError, match=message):
+        manager.execute(mm_kwargs)
+    assert manager.get_cumulative_stats()["batches"] == 0
+
+
+class Odd(SegmentSum):
+    """Eagerly it computes what `eagerly` makes of the rows; so many sequences as `sequences`."""
+
+    eagerly = staticmethod(lambda rows: rows)
+    sequences = 2
+
+    def encoder_eager_forward(self, mm_kwargs) -> Tensor:
+        return self.eagerly(super().encoder_eager_forward(mm_kwargs))
+
+    def get_encoder_cudagraph_per_item_sequences(self, mm_kwargs) -> list[int]:
+        return [1] * self.sequences
+
+
+@pytest.mark.parametrize(
+    ("oddity", "message"),
+    [
+        (
+            {"eagerly": lambda rows: rows[:, :1]},
+            r"Odd returned rows of \(1,\) after rows of \(3,\)",
+        ),
+        ({"eagerly": lambda rows: rows[1:]}, "Odd returned 39 rows for 40 tokens"),
+        ({"sequences": 1}, "Odd says that a batch has 2 items, and 1 sequences"),
+        ({"sequences": 0}, "Odd says that a batch has 2 items, and 0 sequences"),
+    ],
+    ids=["narrow", "short", "one_sequence", "no_sequences"],
+)
+def test_answers_that_do_not_fit_are_named(oddity, message) -> None:
+    manager = sums(Odd)
+    vars(manager.model).update(oddity)
+    with pytest.raises(ValueError, match=message):
+        manager.execute(sound([40, 2]))
+    assert manager.get_cumulative_stats()["batches"] == 0
+
+
+class Scalar(SegmentSum):
+    """Has a metadata buffer without dimensions, as the longest sequence is."""
+
+    def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
+        return EncoderCudaGraphConfig(("sound",), {"sound": "samples"}, ("longest",), 1)
+
+    def prepare_encoder_cudagraph_capture_inputs(self, *about) -> EncoderCudaGraphCaptureInputs:
+        inputs = super().prepare_encoder_cudagraph_capture_inputs(*about)
+        return EncoderCudaGraphCaptureInputs(inputs.mm_kwargs, {"longest": torch.tensor(about[0])})
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs, max_batch_size, max_frames_per_batch
+    ) -> EncoderCudaGraphReplayBuffers:
+        return EncoderCudaGraphReplayBuffers({"longest": torch.tensor(max(mm_kwargs["lengths"]))})
+
+    def encoder_cudagraph_forward(self, mm_kwargs, buffers) -> Tensor:
+        return mm_kwargs["samples"][:, :1] * buffers["longest"]
+
+
+def test_metadata_without_dimensions() -> None:
+    manager, batch = sums(Scalar), sound([2, 3])
+    assert torch.equal(torch.cat(manager.execute(batch)), batch["samples"][:, :1] * 3)
+
+
+def test_a_pack_that_is_shown_may_raise_or_encode() -> None:
+    """The batch is done by then, and counted."""
+    manager = sums()
+    seen = []
+
+    def encode_once(pack: Pack, _: Any) -> None:
+        seen.append(pack.tokens)
+        if len(seen) == 1:
+            manager.execute(sound([1]))
+
+    manager.on_pack = encode_once
+    manager.execute(sound([2, 40]))
+    assert seen == [2, 1, 40]
+    manager.on_pack = lambda pack, _: seen[99]
+    with pytest.raises(IndexError):
+        manager.execute(sound([2, 40]))
+    stats = manager.get_cumulative_stats()
+    assert (stats["batches"], stats["graph_hits"], stats["graph_misses"]) == (3, 3, 2)
+
+
+def test_a_model_that_moved_is_captured_where_it_is(monkeypatch) -> None:
+    """Not with the stream, nor on the device, of the capture before."""
+    model = SegmentSum()
+    model.device = torch.device("cpu")
+    manager = EncoderCudaGraphManager(model, CompilationConfig(True, (8,), 4))
+    manager.capture()
+    manager._stream, current = object(), []
+    monkeypatch.setattr(
+        "vitgraph.graphs.manager.on_device", lambda device: current.append(device) or nullcontext()
+    )
+    model.device = torch.device("meta")
+    manager.capture()
+    assert current == [torch.device("meta")]
+    assert manager._stream is None
+
+
+def test_no_items_after_a_move(tools) -> None:
+    encoder = Qwen3VLVisionEncoder.from_transformers(tools.make_reference())
+    manager = EncoderCudaGraphManager(encoder)
+    encoder.double()
+    empty = {"pixel_values": torch.empty(0, 1536), "image_grid_thw": []}
+    assert manager.encode(empty)[0].dtype == torch.float64

@@ -213,6 +213,11 @@ def test_settings_given_to_the_loader(tmp_path) -> None:
         ({"image_std": [0, 1, 1]}, "image_std [0.0, 1.0, 1.0] are not three numbers above 0"),
         ({"image_mean": 0.5}, "video settings: "),
         ({"resample": 1}, "resample 1 is none of"),
+        ({"do_resize": "false"}, "do_resize 'false' is neither true nor false"),
+        ({"do_sample_frames": "no"}, "do_sample_frames 'no' is neither true nor false"),
+        ({"rescale_factor": float("nan")}, "rescale_factor nan is no positive number"),
+        ({"rescale_factor": 0}, "rescale_factor 0 is no positive number"),
+        ({"rescale_factor": "x"}, "rescale_factor 'x' is no positive number"),
         ({"temporal_patch_size": 1}, "temporal_patch_size 1 is not 2"),
     ],
 )

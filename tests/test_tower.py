@@ -158,6 +158,27 @@ def test_changed_weights_are_followed(change, tools) -> None:
     assert relative_error(ours, theirs) <= 1e-4
 
 
+def test_an_adapter_that_comes_later_is_refused(tools) -> None:
+    """Its weights have the names that the layer's had: they would be used, and it left out."""
+    model = make("dense", tools.tiny, "cpu")
+    prompt = inputs("cpu", torch.float32)
+    features = (prompt["pixel_values"], prompt["image_grid_thw"])
+    replace_vision_tower(model)
+    mlp = model.model.visual.blocks[0].mlp
+
+    class Adapter(torch.nn.Linear):
+        pass
+
+    own, mlp.linear_fc1 = mlp.linear_fc1, Adapter(2, 2)
+    mlp.linear_fc1.weight, mlp.linear_fc1.bias = own.weight, own.bias
+    with pytest.raises(
+        ValueError, match=r"blocks\.0\.mlp\.linear_fc1 is a Adapter; is it an adapter"
+    ):
+        model.model.get_image_features(*features)
+    mlp.linear_fc1 = own
+    model.model.get_image_features(*features)
+
+
 def test_graphs_refuse_weights_that_moved(tools) -> None:
     model = make("dense", tools.tiny, "cpu")
     prompt = inputs("cpu", torch.float32)

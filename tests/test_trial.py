@@ -40,7 +40,7 @@ def untested(monkeypatch):
 
 
 def test_an_untested_release_serves_once_it_passed(untested, caplog):
-    commands = untested("")
+    commands = untested(f"print({trial.PASSED!r})")
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert launch.hopper_tier_unavailable(GPU) is None
@@ -54,8 +54,10 @@ def test_an_untested_release_serves_once_it_passed(untested, caplog):
         ("print('row 3 is off by 0.5'); raise SystemExit(1)", "row 3 is off by 0.5"),
         ("import os; os.abort()", "exit status -6"),
         ("raise ImportError('no gluon')", "no gluon"),
+        ("import os; os.write(1, bytes([255])); os._exit(3)", "exit status 3"),
+        ("", "exit status 0: no output"),
     ],
-    ids=["wrong", "crashed", "gone"],
+    ids=["wrong", "crashed", "gone", "no_text", "another_program"],
 )
 def test_one_that_fails_is_left_out_and_says_why(untested, caplog, code, said):
     untested(code)
@@ -77,6 +79,12 @@ def test_can_be_left_out_by_the_environment(untested, monkeypatch):
     monkeypatch.setenv("VITGRAPH_HOPPER_TIER", "off")
     assert "VITGRAPH_HOPPER_TIER" in launch.hopper_tier_unavailable(GPU)
     assert commands == []
+
+
+def test_another_word_in_the_environment_is_a_mistake(monkeypatch):
+    monkeypatch.setenv("VITGRAPH_HOPPER_TIER", "false")
+    with pytest.raises(ValueError, match="VITGRAPH_HOPPER_TIER 'false' is neither 'on' nor 'off'"):
+        launch.hopper_tier_unavailable(GPU)
 
 
 TRUTH = torch.ones(4, 8, dtype=torch.float64)

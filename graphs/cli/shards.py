@@ -184,12 +184,15 @@ class EmbeddingWriter:
         return sorted(self.folder.glob("[0-9]*.safetensors"))
 
     def _check_folder(self) -> None:
-        """A folder with something else in it is no output; what a killed run left goes."""
-        for file in self.folder.iterdir() if self.folder.is_dir() else ():
+        """A folder with something else in it is no output, and stays as it is; of an output, what
+        a killed run left goes."""
+        files = sorted(self.folder.iterdir()) if self.folder.is_dir() else []
+        ours = rf"({re.escape(INDEX)}|\d{{6}}\.safetensors)({re.escape(PARTIAL)})?"
+        if others := [file.name for file in files if not re.fullmatch(ours, file.name)]:
+            raise ValueError(f"--output {self.folder} holds {others[0]}; name a new folder")
+        for file in files:
             if file.name.endswith(PARTIAL):
                 file.unlink()
-            elif file.name != INDEX and not re.fullmatch(r"\d{6}\.safetensors", file.name):
-                raise ValueError(f"--output {self.folder} holds {file.name}; name a new folder")
 
     def _resume(self, names: set[str]) -> None:
         for file in (*self._shards(), self.path):
@@ -206,6 +209,8 @@ class EmbeddingWriter:
             with safe_open(file, "pt") as opened:
                 facts = {name: json.loads(text) for name, text in opened.metadata().items()}
             settings = facts.pop(SETTINGS)
+            if not all(isinstance(about, dict) for about in (settings, *facts.values())):
+                raise ValueError("facts are objects")
         except (OSError, SafetensorError, AttributeError, ValueError, KeyError, RecursionError):
             raise ValueError(
                 f"--output {file} exists and is none of vitgraph's; --overwrite replaces it"

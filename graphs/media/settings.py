@@ -50,6 +50,13 @@ class ImageSettings:
             values = getattr(self, name)
             if len(values) != 3 or not all(least < value < math.inf for value in values):
                 raise ValueError(f"{name} {list(values)} are not three numbers above {least:g}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is bool and not isinstance(value, bool):  # "false" would be true
+                raise ValueError(f"{field.name} {value!r} is neither true nor false")
+        scale = self.rescale_factor
+        if not _is_number(scale) or not 0 < scale < math.inf:
+            raise ValueError(f"rescale_factor {scale!r} is no positive number")
         if self.resample not in _MODES:
             raise ValueError(f"resample {self.resample} is none of {_MODES}")
 
