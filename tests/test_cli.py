@@ -442,7 +442,15 @@ def test_an_interrupt_at_any_time_is_quiet(seconds, tmp_path) -> None:
     """Of the whole process group, as a terminal sends it."""
     options = ["encode", *[CAT] * 4000, "--workers", "2", "--output", str(tmp_path / "out"), *EAGER]
     command = [sys.executable, "-m", "vitgraph", *options]
-    process = subprocess.Popen(command, stdout=-1, stderr=-1, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        stdout=-1,
+        stderr=-1,
+        text=True,
+        start_new_session=True,
+        # A shell's background jobs ignore it, and so would this child of the tests.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     time.sleep(seconds)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
