@@ -5,6 +5,10 @@ BIN := $(VENV)/bin
 # The packages as a type checker finds them: it cannot see setuptools' import hooks.
 LINKS := $(addprefix build/types/vitgraph/,kernels encoder graphs bench)
 
+# As in CI: neither the repository's root nor a script's folder is on sys.path, nothing asks a model hub.
+test test-triton: export PYTHONSAFEPATH := 1
+test test-triton: export HF_HUB_OFFLINE := 1
+
 .PHONY: demo test test-triton test-vllm lint types clean
 
 demo: $(VENV)/.installed

@@ -1,6 +1,6 @@
 """Attention of the Hopper tier through several releases of ptxas: the same bits, and right ones?
 
-    python bench/check_ptxas.py 12.8=PATH 12.9=PATH 13.4=PATH [--rounds 20] [--save FILE]
+    python -m vitgraph.bench.check_ptxas 12.8=PATH 12.9=PATH 13.4=PATH [--rounds 20] [--save FILE]
 
 The same PTX is assembled by each. ptxas 12.9 was seen to use registers again that a wgmma was still
 reading (Triton 11781, fixed in CUDA 13.3): its code then differs from the others' now and then.

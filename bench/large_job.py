@@ -1,6 +1,6 @@
 """`vitgraph encode` on many JPEGs: images a second, where time goes, memory, a killed run resumed.
 
-    python bench/large_job.py [--images 2000] [--workers 0 16] [--geometry 8b] [--save FILE]
+    python -m vitgraph.bench.large_job [--images N] [--workers 0 16] [--geometry 8b] [--save FILE]
 
 Seeded photographs of 0.1 to 2.1 megapixels, blurred noise that compresses about as they do. Each
 setting runs in a process of its own and writes a folder of shards; then one run is killed half way

@@ -1,8 +1,8 @@
 """Hardware counters of packed attention, by Nsight Compute: how busy the tensor cores are, what
 waits.
 
-    python bench/profile_attention.py [--libraries fa3-fwd] [--save bench/results/NAME.json]
-    python bench/profile_attention.py --csv FILE     # the counters of an earlier run
+    python -m vitgraph.bench.profile_attention [--libraries fa3-fwd] [--save FILE]
+    python -m vitgraph.bench.profile_attention --csv FILE     # the counters of an earlier run
 
 One launch of each case of bench_attention.py, ours and then every library's, profiled by `ncu`,
 which needs a GPU whose counters may be read. Times are those of single launches at the profiler's

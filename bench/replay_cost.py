@@ -1,6 +1,6 @@
 """A replay costs what the images cost: one graph of 6,144 tokens against graphs of the exact size.
 
-    python bench/replay_cost.py [--geometry 8b] [--save bench/results/NAME.json]
+    python -m vitgraph.bench.replay_cost [--geometry 8b] [--save bench/results/NAME.json]
 
 For batches of 100, 1,000, 2,000 and 3,100 tokens: the replay of a graph captured for 6,144 tokens
 over the replay of one captured for the batch alone (meant to stay below 1.25 for 100 tokens, 1.10

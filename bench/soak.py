@@ -1,6 +1,6 @@
 """A soak of the manager: random requests from several threads, outputs checked against eager.
 
-    python bench/soak.py [--requests 20000] [--seconds 300] [--threads 8] [--save FILE]
+    python -m vitgraph.bench.soak [--requests 20000] [--seconds 300] [--threads 8] [--save FILE]
 
 Every thread has a stream of its own. One request in a hundred is compared with the eager encoder;
 memory is read after every tenth. The exit status is 1 if an output was wrong or the memory held at

@@ -1,6 +1,6 @@
 """Find the tilings of kernels/attention_config.py on this GPU.
 
-    python bench/tune_attention.py [--cases 20x400 mixed] [--seconds 100] [--save FILE]
+    python -m vitgraph.bench.tune_attention [--cases 20x400 mixed] [--seconds 100] [--save FILE]
 
 Every candidate of the portable attention is compiled (in parallel, without the GPU), left out if it
 spills, checked against float32 on short sequences between neighbours of NaN, and timed inside a
@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
-from tuning import compile_all, microseconds
 
 from vitgraph.bench.options import require
 from vitgraph.bench.outputs import output_file
+from vitgraph.bench.tuning import compile_all, microseconds
 from vitgraph.kernels.attention import attention, attention_reference
 from vitgraph.kernels.attention_config import AttentionConfig, portable_config
 from vitgraph.kernels.attention_schedule import attention_schedule

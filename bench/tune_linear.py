@@ -1,6 +1,6 @@
 """Find the tiles of kernels/linear_config.py on this GPU.
 
-    python bench/tune_linear.py [--layers qkv fc1] [--rows 400 8160] [--seconds 300] [--save FILE]
+    python -m vitgraph.bench.tune_linear [--layers qkv] [--rows 400] [--seconds N] [--save FILE]
 
 Layer by layer of the 8B tower every candidate is compiled (in parallel), checked against float32
 and timed inside a captured graph whose launches rotate the weights, for several row counts. Prints
@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
-from tuning import compile_all, microseconds
 
 from vitgraph.bench.exactness import relative_error
 from vitgraph.bench.options import require
 from vitgraph.bench.outputs import output_file
+from vitgraph.bench.tuning import compile_all, microseconds
 from vitgraph.kernels.linear import linear_reference
 from vitgraph.kernels.linear_config import LinearConfig, Tile, linear_config
 from vitgraph.kernels.linear_triton import linear_triton

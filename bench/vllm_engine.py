@@ -1,7 +1,7 @@
 """vLLM's own vision tower against ours inside a real engine: same embeddings, same tokens, times.
 
-    python bench/vllm_engine.py [--gpus 2] [--seconds 460] [--save bench/results/NAME.json]
-    python bench/vllm_engine.py --gpus 2 --ranks 2 --backends FLASH_ATTN --modes graph
+    python -m vitgraph.bench.vllm_engine [--gpus 2] [--seconds 460] [--save bench/results/NAME.json]
+    python -m vitgraph.bench.vllm_engine --gpus 2 --ranks 2 --backends FLASH_ATTN --modes graph
 
 One engine for each attention backend, graphs on and off, vLLM's tower and ours; with --ranks, each
 engine is tensor parallel, with every mm_encoder_tp_mode, and is also compared with one rank; with

@@ -1,6 +1,6 @@
 """vLLM's own `vllm bench mm-processor` with its tower and with ours: the encoder's time a request.
 
-    python bench/vllm_mm_processor.py [--gpus 2] [--requests 40] [--save bench/results/NAME.json]
+    python -m vitgraph.bench.vllm_mm_processor [--gpus 2] [--requests 40] [--save FILE]
 
 Two kinds of requests: 20 images of 336x336, and vLLM's default mix, one image of 256x256 or
 1280x720. `encoder_forward_ms` is what the engine measures around the encoder of a scheduling step,

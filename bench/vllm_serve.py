@@ -1,6 +1,6 @@
 """`vllm serve` under vLLM's own `vllm bench serve`, with its tower and with ours.
 
-    python bench/vllm_serve.py [--requests 30] [--concurrency 1 8] [--save bench/results/NAME.json]
+    python -m vitgraph.bench.vllm_serve [--requests 30] [--concurrency 1 8] [--save FILE]
 
 Time to first token (mean, P50, P99) and requests a second as a client sees them, for the requests
 of vllm_mm_processor.py: 20 images of 336x336, and one image of 256x256 or 1280x720. They hold what

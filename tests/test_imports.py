@@ -49,6 +49,17 @@ def test_what_is_imported_exists(module) -> None:
         assert name is None or name in defined(TREES[source]), f"{module}: no {name} in {source}"
 
 
+@pytest.mark.parametrize("module", FILES)
+def test_neighbours_are_imported_by_their_whole_name(module) -> None:
+    """A bare name is found only while the file's own folder is on sys.path."""
+    neighbours = {path.stem for path in FILES[module].parent.glob("*.py")}
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module not in neighbours, ast.unparse(node)
+        elif isinstance(node, ast.Import):
+            assert not {alias.name for alias in node.names} & neighbours, ast.unparse(node)
+
+
 def edges() -> dict[str, set[str]]:
     """Which modules each imports; a name of a package counts as the module that defines it."""
     found: dict[str, set[str]] = {}
