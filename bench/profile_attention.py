@@ -82,7 +82,8 @@ def profile(libraries: list[str]) -> str:
 def launch(libraries: list[str]) -> None:
     """Every case once to warm up and once for the profiler."""
     import torch
-    from bench_attention import CASES, ours, random_qkv, theirs
+
+    from vitgraph.bench.bench_attention import CASES, ours, random_qkv, theirs
 
     inputs = {case: random_qkv(sum(lengths)) for case, lengths in CASES.items()}
     calls = [
@@ -102,7 +103,7 @@ def launch(libraries: list[str]) -> None:
 
 def summarise(text: str, libraries: list[str]) -> dict:
     """case -> library -> its main kernel's counters; the order of launches is that of `launch`."""
-    from bench_attention import CASES, useful_flops
+    from vitgraph.bench.bench_attention import CASES, useful_flops
 
     lines = [line for line in text.splitlines() if line.startswith('"')]
     names, _, *rows = csv.reader(io.StringIO("\n".join(lines)))

@@ -56,7 +56,7 @@ def work_folder(args: argparse.Namespace) -> Iterator[tuple[Path, str]]:
     with tempfile.TemporaryDirectory() as folder:
         work, model = Path(folder), args.model
         if model is None:
-            from dummy_model import write_model
+            from vitgraph.bench.dummy_model import write_model
 
             model = write_model(work / "model", args.geometry)
         yield work, str(model)

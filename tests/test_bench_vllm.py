@@ -29,7 +29,6 @@ ENGINE = """
         time.sleep(60)
     alone = None
     if "alone" in spec:
-        sys.path.insert(0, BENCH)
         from vitgraph.bench import vllm_alone, vllm_lanes
         vllm_lanes.Recorder(spec["output"])
         while spec.get("beside") and not os.path.exists(beside(spec["beside"])):
@@ -55,13 +54,12 @@ ENGINE = """
     time.sleep(spec.get("sleep", 0))
     write(complete=True, ticks=ticks, alone=alone)
 """
-BENCH = Path(__file__).parents[1] / "bench"
 
 
 @pytest.fixture
 def script(tmp_path) -> str:
     path = tmp_path / "engine.py"
-    path.write_text(textwrap.dedent(ENGINE).replace("BENCH", repr(str(BENCH))))
+    path.write_text(textwrap.dedent(ENGINE))
     return str(path)
 
 

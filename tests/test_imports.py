@@ -1,6 +1,7 @@
 """The packages as a house: every name that is imported exists, and no import leads back."""
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def test_what_is_imported_exists(module) -> None:
 def test_neighbours_are_imported_by_their_whole_name(module) -> None:
     """A bare name is found only while the file's own folder is on sys.path."""
     neighbours = {path.stem for path in FILES[module].parent.glob("*.py")}
+    neighbours -= sys.stdlib_module_names
     for node in ast.walk(TREES[module]):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module not in neighbours, ast.unparse(node)
