@@ -117,7 +117,7 @@ def test_engines_stand_still_while_another_is_timed(script, tmp_path) -> None:
         ],
         [{"name": "dies alone", "tower": "vllm", "alone": 0.2}],
     ]
-    outcomes, _ = run(script, units, tmp_path, at_once=3)
+    outcomes, _ = run(script, units, tmp_path, at_once=3, engine_seconds=90)
     ticks = outcomes["counts"]["ticks"]
     (a0, a1), (b0, b1) = sorted(outcomes[name]["alone"] for name in ("first", "second"))
     assert ticks[0] < a0 < a1 <= b0 < b1 < ticks[-1]
