@@ -46,11 +46,7 @@ def check_grids(grid_thw: Any, merge_size: int = 2) -> Grids:
     if isinstance(grid_thw, str | bytes):
         raise ValueError(f"grid_thw must be [items, 3], got {grid_thw!r:.100}")
     if isinstance(grid_thw, Tensor):
-        dense = (
-            not grid_thw.is_nested
-            and grid_thw.layout == torch.strided
-            and grid_thw.device.type != "meta"
-        )
+        dense = not grid_thw.is_nested and grid_thw.layout == torch.strided and not grid_thw.is_meta
         if grid_thw.dtype == torch.bool or not dense:
             raise ValueError(
                 f"grid_thw must hold integers, got {grid_thw.dtype} on {grid_thw.device}"
@@ -136,7 +132,7 @@ def check_pixels(pixel_values: Any, grids: Grids, patch_width: int) -> Tensor:
         raise ValueError(f"pixel_values is no tensor: {error!s:.200}") from None
     if pixels.is_nested:
         raise ValueError("pixel_values must be one tensor of all patches, got a nested tensor")
-    if pixels.layout != torch.strided or pixels.device.type == "meta":
+    if pixels.layout != torch.strided or pixels.is_meta:
         raise ValueError(f"pixel_values is {pixels.layout} on {pixels.device}, expected values")
     if pixels.ndim != 2 or pixels.shape[1] != patch_width:
         raise ValueError(

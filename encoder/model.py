@@ -70,7 +70,7 @@ class Qwen3VLVisionEncoder(VisionModules):
         if batch_invariant:
             check_invariant(attention, ops)
         self.normalization = PixelNormalization((0.5,) * 3, (0.5,) * 3)
-        self._takes_bytes = pixel_dtype == torch.uint8
+        self.takes_bytes = pixel_dtype == torch.uint8
         self.batch_invariant = batch_invariant
         self._requested = ("triton", "triton") if batch_invariant else (attention, ops)
         self._settled_for: tuple[torch.device, torch.dtype] | None = None
@@ -208,7 +208,7 @@ class Qwen3VLVisionEncoder(VisionModules):
     @property
     def pixel_dtype(self) -> torch.dtype:
         """What graphs are captured for: `dtype`, or torch.uint8."""
-        return torch.uint8 if self._takes_bytes else self.dtype
+        return torch.uint8 if self.takes_bytes else self.dtype
 
     @property
     def heads(self) -> Heads:
@@ -250,7 +250,7 @@ class Qwen3VLVisionEncoder(VisionModules):
         """
         self.check_modules()
         pixels, grids = self.check_inputs(pixel_values, grid_thw)
-        if self.batch_invariant and not self._takes_bytes and pixels.dtype == torch.uint8:
+        if self.batch_invariant and not self.takes_bytes and pixels.dtype == torch.uint8:
             pixels = self.normalization.normalize(pixels.to(self.device), self.dtype)  # as managers
         dtype = torch.uint8 if pixels.dtype == torch.uint8 else self.dtype
         pixels = pixels.to(self.device, non_blocking=outlives(pixels, self.device))

@@ -70,6 +70,7 @@ class BudgetGraphs:
                 f"{type(model).__name__} has graphs for {', '.join(missing)}, but an input only "
                 f"for {', '.join(keys)} (input_key_by_modality)"
             )
+        self.on_gpu = device.type == "cuda"
         self.by_budget: dict[int, BudgetGraphMetadata] = {}
         self.dropped: tuple[int, ...] = ()
         self._module: nn.Module | None = None
@@ -106,7 +107,9 @@ class BudgetGraphs:
         self, selected: dict[str, Any], budget: int, tokens: int, *, borrow: bool = False
     ) -> Tensor:
         """Copy a batch in, replay, and return its `tokens` rows: a copy, or with `borrow` a view
-        of the static output. `check_module` comes first, once a batch.
+        of the static output. No rows may be handed out without `check_module`, once a batch:
+        before a replay on the CPU, where the modules run; behind it on a GPU, where memory that the
+        graphs read stays allocated, so that looking costs no time.
         """
         graph = self.by_budget[budget]
         with self._after_last_use():

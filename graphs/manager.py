@@ -207,7 +207,8 @@ class EncoderCudaGraphManager:
         Raises:
             ValueError: the batch does not fit together; nothing has run and the manager stays
                 usable.
-            RuntimeError: weights moved since capture; nothing has run.
+            RuntimeError: weights moved since capture; no rows are handed out, and rows that were
+                borrowed are overwritten.
         """
         rows, tokens = self.encode(mm_kwargs, borrow=borrow)
         return list(rows.split(tokens)) if tokens else []
@@ -217,20 +218,21 @@ class EncoderCudaGraphManager:
     ) -> tuple[Tensor, list[int]]:
         """`execute`, with the rows of all items in one tensor and the tokens of each item."""
         mm_kwargs, items = look(self.model, mm_kwargs)
-        if not self.is_captured():
-            self._settle()  # it may have moved
-        if not items:
-            width = self.model.get_encoder_cudagraph_config().out_hidden_size
-            return torch.empty(0, width, dtype=self.dtype, device=self.device), []
-        with self._lock, on_device(self.device), torch.no_grad():
+        with self._lock:
+            if not self.is_captured():
+                self._settle()  # it may have moved
+            if not items:
+                width = self.model.get_encoder_cudagraph_config().out_hidden_size
+                return torch.empty(0, width, dtype=self.dtype, device=self.device), []
             if self._busy:
                 raise RuntimeError("execute() was called from within the model's forward")
             self._busy, on_pack = True, self.on_pack
             try:
-                served = self.is_captured() and self._graphs.serves(mm_kwargs)
-                plan = greedy(items, self.limits) if served else [all_eager(items)]
-                runs = [(pack, Stopwatch(self.device, on_pack is not None)) for pack in plan]
-                rows = self._encode(mm_kwargs, items, runs, borrow)
+                with on_device(self.device), torch.no_grad():
+                    served = self.is_captured() and self._graphs.serves(mm_kwargs)
+                    plan = greedy(items, self.limits) if served else [all_eager(items)]
+                    runs = [(pack, Stopwatch(self.device, on_pack is not None)) for pack in plan]
+                    rows = self._encode(mm_kwargs, items, runs, borrow)
             finally:
                 self._busy = False
             if on_pack is not None:  # it may encode, too
@@ -241,14 +243,18 @@ class EncoderCudaGraphManager:
     def _encode(
         self, mm_kwargs: dict[str, Any], items: list[Item], runs: list[Run], borrow: bool
     ) -> Tensor:
-        if any(pack.budget is not None for pack, _ in runs):
+        replays = any(pack.budget is not None for pack, _ in runs)
+        if replays and not self._graphs.on_gpu:  # the forward runs, on what the modules are now
             self._graphs.check_module()
         if len(runs) == 1:
             pack, watch = runs[0]
             with watch:  # all of the batch
                 rows = self._run(mm_kwargs, pack, borrow)
+            check_rows(self.model, rows, pack.tokens)
         else:
             rows = self._run_apart(mm_kwargs, items, runs)
+        if replays and self._graphs.on_gpu:  # in the time that the GPU takes
+            self._graphs.check_module()
         # Counted when all of it was launched: a batch that raises leaves the numbers as they were.
         for pack, _ in runs:
             if pack.budget is not None:
@@ -266,10 +272,10 @@ class EncoderCudaGraphManager:
             with watch:
                 selected = self.model.select_encoder_cudagraph_items(mm_kwargs, list(pack.indices))
                 part = self._run(selected, pack, True)
+                check_rows(self.model, part, pack.tokens, None if rows is None else rows.shape[1:])
                 if rows is None:
                     rows = part.new_empty(sum(tokens), *part.shape[1:])
                     places = rows.split(tokens)
-                check_rows(self.model, part, pack.tokens, rows.shape[1:])
                 parts = part.split([tokens[index] for index in pack.indices])
                 torch._foreach_copy_([places[index] for index in pack.indices], list(parts))
         assert rows is not None  # there are several packs
@@ -277,11 +283,8 @@ class EncoderCudaGraphManager:
 
     def _run(self, mm_kwargs: dict[str, Any], pack: Pack, borrow: bool) -> Tensor:
         if pack.budget is None:
-            rows = self.model.encoder_eager_forward(mm_kwargs)
-        else:
-            rows = self._graphs.replay(mm_kwargs, pack.budget, pack.tokens, borrow=borrow)
-        check_rows(self.model, rows, pack.tokens)
-        return rows
+            return self.model.encoder_eager_forward(mm_kwargs)
+        return self._graphs.replay(mm_kwargs, pack.budget, pack.tokens, borrow=borrow)
 
     def get_cumulative_stats(self) -> dict[str, Any]:
         """Hits and misses (items), replays and fill per budget since the manager was made."""

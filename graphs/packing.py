@@ -2,21 +2,19 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from vitgraph.graphs.config import Limits
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """Size of one item: output tokens and attention sequences (frames)."""
 
     tokens: int
     sequences: int = 1
 
 
-@dataclass(frozen=True)
-class Pack:
+class Pack(NamedTuple):
     """Items that run together, by ascending index; `budget` is None where they run eagerly."""
 
     indices: tuple[int, ...]

@@ -105,10 +105,9 @@ class Qwen3VLGraphModel:
             kind = type(mm_kwargs).__name__
             raise ValueError(f"a batch is a dictionary of pixels and grids, got a {kind}")
         # A processor's output may be handed in whole: text is not ours.
-        known = {key for keys in KEYS.values() for key in keys}
-        given = {key for key in known if mm_kwargs.get(key) is not None}
-        parts = [keys for keys in KEYS.values() if given & set(keys)]
-        if not parts or given != {key for keys in parts for key in keys}:
+        given = [[key for key in keys if mm_kwargs.get(key) is not None] for keys in KEYS.values()]
+        parts = [keys for keys in given if keys]
+        if not parts or min(map(len, parts)) < 2:
             expected = " or ".join(f"{pixels} and {grids}" for pixels, grids in KEYS.values())
             got = sorted(str(key) for key, value in mm_kwargs.items() if value is not None)
             raise ValueError(f"a batch has {expected}, got {got!r:.100}")
@@ -121,7 +120,7 @@ class Qwen3VLGraphModel:
 
     def _check(self, pixel_values: Any, grid_thw: Any) -> tuple[Tensor, Grids]:
         pixels, grids = self.module.check_inputs(pixel_values, grid_thw)
-        given_bytes, captured_bytes = (d == torch.uint8 for d in (pixels.dtype, self.pixel_dtype))
+        given_bytes, captured_bytes = pixels.dtype == torch.uint8, self.module.takes_bytes
         if given_bytes and not captured_bytes:
             pixels = self.module.normalization.normalize(pixels.to(self.device), self.pixel_dtype)
         elif captured_bytes and not given_bytes:
