@@ -218,6 +218,7 @@ def test_walk_to_the_replay(encoder, batch) -> None:
     config = CompilationConfig(True, encoder_cudagraph_token_budgets=(64,))
     manager = EncoderCudaGraphManager(encoder, config)
     manager.capture()
+    manager._graphs.on_gpu = True  # for the order of calls
     manager_file = ROOT / "graphs" / "manager.py"
     calls: list[str] = []
 
@@ -236,7 +237,9 @@ def test_walk_to_the_replay(encoder, batch) -> None:
     finally:
         sys.setprofile(None)
     walk = list(dict.fromkeys(calls))
-    walk = walk[: walk.index("capture.BudgetGraphs.replay") + 1]
+    replay = walk.index("capture.BudgetGraphs.replay")
+    assert "capture.BudgetGraphs.check_module" in walk[replay:]
+    walk = walk[: replay + 1]
     section = TEXT["ARCHITECTURE.md"].split("## From `manager.execute`")[1].split("\n## ")[0]
     assert re.findall(r"^\d+\. `([\w.]+)`", section, flags=re.MULTILINE) == walk
     assert len(walk) <= 8
