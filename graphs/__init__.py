@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vitgraph.graphs.capture import BudgetGraphMetadata
+    from vitgraph.graphs.budgets import BudgetGraphMetadata
     from vitgraph.graphs.config import CompilationConfig
     from vitgraph.graphs.data_parallel import DataParallelEncoder
     from vitgraph.graphs.manager import EncoderCudaGraphManager
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "BudgetGraphMetadata": "capture",
+    "BudgetGraphMetadata": "budgets",
     "CompilationConfig": "config",
     "DataParallelEncoder": "data_parallel",
     "EncoderCudaGraphManager": "manager",

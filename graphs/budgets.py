@@ -1,8 +1,38 @@
-"""Which budgets to capture: powers of two, or a finer ladder."""
+"""Which budgets to capture, powers of two or a finer ladder, and what is kept of each."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from vitgraph.graphs.config import check_name, powers_of_two
+
+
+@dataclass
+class BudgetGraphMetadata:
+    """One captured budget.
+
+    Attributes:
+        token_budget: capacity in tokens.
+        max_batch_size: capacity in items.
+        graph: the CUDA graph; None on the CPU, where a replay runs the captured forward instead.
+        input_buffer: static rows of the items' patches.
+        metadata_buffers: other static tensors of the forward, by name.
+        output_buffer: where a replay leaves its rows; None on the CPU.
+        mm_kwargs: the keyword inputs that were captured.
+        memory_bytes: what capturing this budget added to the device's memory.
+    """
+
+    token_budget: int
+    max_batch_size: int
+    graph: torch.cuda.CUDAGraph | None
+    input_buffer: Tensor
+    metadata_buffers: dict[str, Tensor]
+    output_buffer: Tensor | None
+    mm_kwargs: dict[str, Any]
+    memory_bytes: int = 0
 
 
 def ladder(smallest: int, largest: int, steps_per_octave: int = 4) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,37 +11,13 @@ from torch import Tensor, nn
 from vitgraph.encoder.inputs import outlives
 from vitgraph.encoder.structure import Structure
 from vitgraph.graphs.addresses import Addresses
+from vitgraph.graphs.budgets import BudgetGraphMetadata
 from vitgraph.graphs.config import Limits
 from vitgraph.graphs.protocol import SupportsEncoderCudaGraph
 
 logger = logging.getLogger(__name__)
 
 MAX_BUDGET = 2**29  # rows of patches are counted in int32
-
-
-@dataclass
-class BudgetGraphMetadata:
-    """One captured budget.
-
-    Attributes:
-        token_budget: capacity in tokens.
-        max_batch_size: capacity in items.
-        graph: the CUDA graph; None on the CPU, where a replay runs the captured forward instead.
-        input_buffer: static rows of the items' patches.
-        metadata_buffers: other static tensors of the forward, by name.
-        output_buffer: where a replay leaves its rows; None on the CPU.
-        mm_kwargs: the keyword inputs that were captured.
-        memory_bytes: what capturing this budget added to the device's memory.
-    """
-
-    token_budget: int
-    max_batch_size: int
-    graph: torch.cuda.CUDAGraph | None
-    input_buffer: Tensor
-    metadata_buffers: dict[str, Tensor]
-    output_buffer: Tensor | None
-    mm_kwargs: dict[str, Any]
-    memory_bytes: int = 0
 
 
 class BudgetGraphs:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitgraph.graphs.budgets import resolve_budgets
-from vitgraph.graphs.capture import BudgetGraphMetadata, BudgetGraphs
+from vitgraph.graphs.budgets import BudgetGraphMetadata, resolve_budgets
+from vitgraph.graphs.capture import BudgetGraphs
 from vitgraph.graphs.config import CompilationConfig, infer_limits
 from vitgraph.graphs.packing import Item, Pack, all_eager, greedy, why_eager
 from vitgraph.graphs.protocol import (
