@@ -231,6 +231,8 @@ class EncoderCudaGraphManager:
                 with on_device(self.device), torch.no_grad():
                     served = self.is_captured() and self._graphs.serves(mm_kwargs)
                     plan = greedy(items, self.limits) if served else [all_eager(items)]
+                    if len(plan) > 1:
+                        self.statistics.say_split(items, self.limits, plan)
                     runs = [(pack, Stopwatch(self.device, on_pack is not None)) for pack in plan]
                     rows = self._encode(mm_kwargs, items, runs, borrow)
             finally:

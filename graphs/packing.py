@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from vitgraph.graphs.config import Limits
@@ -62,6 +63,24 @@ def greedy(items: Sequence[Item], limits: Limits) -> list[Pack]:
         sequences += item.sequences
     close()
     return packs + eager
+
+
+def split_by_items(
+    items: Sequence[Item], limits: Limits, packs: Sequence[Pack]
+) -> tuple[int, int, int] | None:
+    """Where the limit of items alone split a batch: how many replays it took, how many it would
+    take, and with which limit (at most the smallest budget, as every item has a token)."""
+
+    def replays(packs: Sequence[Pack]) -> list[Pack]:
+        return [pack for pack in packs if pack.budget is not None]
+
+    served = replays(packs)
+    if not any(len(pack.indices) == limits.max_items for pack in served):
+        return None
+    roomy = replays(greedy(items, replace(limits, max_items=limits.budgets[0])))
+    if len(roomy) >= len(served):
+        return None
+    return len(served), len(roomy), max(len(pack.indices) for pack in roomy)
 
 
 def all_eager(items: Sequence[Item]) -> Pack:

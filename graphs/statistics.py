@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from vitgraph.graphs.packing import Pack
+from vitgraph.graphs.config import Limits
+from vitgraph.graphs.packing import Item, Pack, split_by_items
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class Statistics:
         self.budgets = {budget: BudgetStatistics() for budget in budgets}
         self.misses_by_reason: Counter[str] = Counter()
         self.batches = 0
+        self._split_said = False
         self.log_interval = log_interval
         self.graphs = graphs
 
@@ -95,6 +97,21 @@ class Statistics:
     def record_misses(self, reasons: Iterable[str]) -> None:
         """Count items that ran eagerly together, by reason."""
         self.misses_by_reason.update(reasons)
+
+    def say_split(self, items: Sequence[Item], limits: Limits, packs: Sequence[Pack]) -> None:
+        """Say, once, what a higher limit of items would save."""
+        if self._split_said or (split := split_by_items(items, limits, packs)) is None:
+            return
+        self._split_said = True
+        logger.info(
+            "encoder graphs: %d items took %d replays, for one may hold %d "
+            "(encoder_cudagraph_max_images_per_batch); with %d they would take %d (said once)",
+            len(items),
+            split[0],
+            limits.max_items,
+            split[2],
+            split[1],
+        )
 
     def finish_batch(self) -> None:
         """Count one batch and log when the interval is full."""

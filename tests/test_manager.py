@@ -94,6 +94,17 @@ def test_statistics_are_logged_periodically(encoder, batch, caplog) -> None:
     assert "2 of 3 items packed, no graphs on a CPU (66.7 %), 1 eagerly, 2 batches" in caplog.text
 
 
+def test_what_a_higher_limit_would_save_is_said_once(encoder, batch, caplog) -> None:
+    manager = EncoderCudaGraphManager(encoder, CompilationConfig(True, (16, 64), 2))
+    manager.capture()
+    with caplog.at_level("INFO", logger="vitgraph"):
+        for _ in range(2):
+            manager.execute(batch([(1, 4, 4)] * 5))
+    said = [record.message for record in caplog.records if "said once" in record.message]
+    assert len(said) == 1 and "5 items took 3 replays, for one may hold 2" in said[0]
+    assert "with 5 they would take 1" in said[0]
+
+
 def test_outputs_are_the_callers_own(manager, batch) -> None:
     first = manager.execute(batch([(1, 4, 4)]))[0]
     kept = first.clone()

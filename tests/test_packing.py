@@ -1,12 +1,13 @@
 """Properties of packing: nothing lost, nothing above a limit, the smallest fitting budget."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vitgraph.graphs.config import Limits
-from vitgraph.graphs.packing import Item, Pack, greedy, smallest_budget
+from vitgraph.graphs.packing import Item, Pack, greedy, smallest_budget, split_by_items
 
 limits = st.builds(
     lambda budgets, items, sequences: Limits(tuple(sorted(budgets)), items, sequences),
@@ -36,6 +37,30 @@ def test_no_pack_above_a_limit(items, limits) -> None:
             assert pack.tokens <= pack.budget
             assert len(members) <= limits.max_items
             assert sum(item.sequences for item in members) <= limits.max_sequences
+
+
+@given(items, limits)
+def test_what_the_limit_of_items_costs(items, limits) -> None:
+    packs = greedy(items, limits)
+    took = sum(pack.budget is not None for pack in packs)
+    roomy = {
+        most: sum(p.budget is not None for p in greedy(items, replace(limits, max_items=most)))
+        for most in range(limits.max_items, min(limits.budgets[0], len(items)) + 1)
+    }
+    split = split_by_items(items, limits, packs)
+    if split is None:
+        assert min(roomy.values(), default=took) == took
+    else:
+        assert split[:2] == (took, min(roomy.values()))
+        assert roomy[split[2]] == split[1] < took
+
+
+def test_the_published_batch_is_split_by_its_limit() -> None:
+    """20 images of 336x336, eight a replay: three replays where one would do."""
+    limits, images = Limits((64, 4096), 8, 4096), [Item(100)] * 20
+    assert split_by_items(images, limits, greedy(images, limits)) == (3, 1, 20)
+    large = [Item(2000)] * 8  # by tokens, not by items
+    assert split_by_items(large, limits, greedy(large, limits)) is None
 
 
 @given(items, limits)
