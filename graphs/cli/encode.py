@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -14,10 +15,13 @@ from vitgraph.graphs.manager import EncoderCudaGraphManager
 from vitgraph.graphs.media.encoding import Result
 
 
-def build_encoder(args: argparse.Namespace, console: Console) -> Qwen3VLVisionEncoder:
-    """The checkpoint's encoder, or one with random weights that says so."""
+def build_encoder(
+    args: argparse.Namespace, console: Console, **options: Any
+) -> Qwen3VLVisionEncoder:
+    """The checkpoint's encoder, or one with random weights that says so; `options` are the
+    encoder's."""
     device, dtype, geometry = choose(args)
-    options = {"device": device, "dtype": dtype, "attention": args.attention}
+    options |= {"device": device, "dtype": dtype, "attention": args.attention}
     if args.model:
         if args.geometry:
             raise ValueError(f"--model {args.model} brings its own geometry; drop --geometry")

@@ -1,4 +1,4 @@
-"""Command line: `vitgraph encode`, `demo`, `stats`, `precompile`, `bench`, `doctor`.
+"""Command line: `vitgraph encode`, `demo`, `fidelity`, `stats`, `precompile`, `bench`, `doctor`.
 
 torch is imported when a command needs it: help and mistakes answer at once.
 """
@@ -14,6 +14,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from vitgraph.graphs.cli.bench_arguments import add_bench
+
+DTYPES = ("bfloat16", "float16", "float32")
 console = Console()
 errors = Console(stderr=True)
 
@@ -45,14 +48,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    tower = argparse.ArgumentParser(add_help=False)
-    tower.add_argument("--device", default=None, help="cuda or cpu; the GPU where there is one")
-    tower.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default=None)
-    tower.add_argument(
+    place = argparse.ArgumentParser(add_help=False)
+    place.add_argument("--device", default=None, help="cuda or cpu; the GPU where there is one")
+    place.add_argument(
         "--geometry",
         default=None,
         help="without a model: random weights of this tower, e.g. 4b (default: 8b, on a CPU 2b)",
     )
+    tower = argparse.ArgumentParser(add_help=False, parents=[place])
+    tower.add_argument("--dtype", choices=DTYPES, default=None)
     common = argparse.ArgumentParser(add_help=False, parents=[tower])
     common.add_argument("--attention", default="auto", help="attention backend (default: auto)")
     common.add_argument(
@@ -126,6 +130,45 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", parents=[common], help="encode the shipped photographs")
     demo.set_defaults(run=_demo)
 
+    fidelity = commands.add_parser(
+        "fidelity", parents=[place], help="what a dtype or a backend costs in accuracy"
+    )
+    fidelity.add_argument(
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="images, videos and folders, as of encode (default: the shipped photographs)",
+    )
+    fidelity.add_argument("--recursive", action="store_true", help="search the folders of folders")
+    fidelity.add_argument("--model", default=None, help="checkpoint directory or hub repository id")
+    fidelity.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=DTYPES,
+        default=DTYPES[:2],
+        help="to compare with float32 (default: bfloat16 float16)",
+    )
+    fidelity.add_argument(
+        "--attention", nargs="+", default=["auto"], help="backends to compare (default: auto)"
+    )
+    fidelity.add_argument(
+        "--max-pixels", type=int, default=None, help="largest area of an image or frame"
+    )
+    fidelity.add_argument(
+        "--at-least",
+        type=float,
+        default=None,
+        metavar="COSINE",
+        help="exit with status 1 where an item, in the mean over its tokens, is less alike",
+    )
+    fidelity.add_argument(
+        "--save", type=Path, default=None, metavar="FILE", help="write FILE as .json and .png"
+    )
+    fidelity.add_argument(
+        "--keep-going", action="store_true", help="report unreadable files and go on"
+    )
+    fidelity.set_defaults(run=_fidelity)
+
     precompile = commands.add_parser(
         "precompile", help="fill Triton's cache for a GPU that is not here"
     )
@@ -135,9 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     source = precompile.add_mutually_exclusive_group()
     source.add_argument("--geometry", default="8b", help="of the tower (default: 8b)")
     source.add_argument("--model", default=None, help="checkpoint whose config.json to use")
-    precompile.add_argument(
-        "--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16"
-    )
+    precompile.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     precompile.add_argument(
         "--budgets",
         type=int,
@@ -153,72 +194,13 @@ def _parser() -> argparse.ArgumentParser:
     stats.add_argument("--picture", type=Path, default=None, metavar="IMAGE")
     stats.set_defaults(run=_stats)
 
-    _add_bench(commands, tower)
+    encoder, serving = add_bench(commands, tower)
+    encoder.set_defaults(run=_bench_encoder)
+    serving.set_defaults(run=_bench_serving)
 
     doctor = commands.add_parser("doctor", help="what is installed and what works here")
     doctor.set_defaults(run=_doctor)
     return parser
-
-
-def _add_bench(commands: argparse._SubParsersAction, tower: argparse.ArgumentParser) -> None:
-    bench = commands.add_parser("bench", help="times against vLLM's tower and transformers'")
-    kinds = bench.add_subparsers(required=True, metavar="KIND")
-
-    encoder = kinds.add_parser("encoder", parents=[tower], help="named batches, every system")
-    _add_bench_options(encoder, ["vitgraph", "vllm", "transformers", "compile"])
-    encoder.add_argument("--workloads", nargs="+", default=None, metavar="NAME", help="only these")
-    encoder.add_argument("--repeats", type=int, default=100, help="at most, of each (default: 100)")
-    encoder.add_argument(
-        "--workload-seconds", type=float, default=8, help="at most, for each (default: 8)"
-    )
-    encoder.set_defaults(run=_bench_encoder)
-
-    serving = kinds.add_parser("serving", parents=[tower], help="streams of requests")
-    _add_bench_options(serving, ["vitgraph", "vllm"])
-    serving.add_argument(
-        "--experiments",
-        nargs="+",
-        choices=["images", "parallel"],
-        default=["images", "parallel"],
-        help="one image a request; 20 images a request over --ranks (default: both)",
-    )
-    serving.add_argument(
-        "--ranks", type=int, nargs="+", default=[1], help="processes, e.g. 1 2 4 (default: 1)"
-    )
-    serving.add_argument("--requests", type=int, default=None, help="default: 3000 and 1000")
-    serving.add_argument("--warm-up", type=int, default=None, help="default: 300 and 200")
-    serving.set_defaults(run=_bench_serving)
-
-
-def _add_bench_options(parser: argparse.ArgumentParser, systems: list[str]) -> None:
-    every = ["vitgraph", "vllm", "transformers", "compile"]
-    parser.add_argument("--systems", nargs="+", choices=every, default=systems)
-    parser.add_argument(
-        "--attention", nargs="+", default=["auto"], help="of ours, one system each (default: auto)"
-    )
-    parser.add_argument(
-        "--backends",
-        nargs="+",
-        default=["FLASH_ATTN", "FLASHINFER"],
-        help="attention of vLLM's tower (default: FLASH_ATTN FLASHINFER)",
-    )
-    parser.add_argument(
-        "--sizes",
-        type=Path,
-        default=None,
-        metavar="FILE",
-        help="JSON or CSV list of (t, h, w) in patches or (width, height) in pixels, or a folder "
-        "of images",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=None,
-        help="for everything (default: 440, on a CPU 120; with --requests as long as they take)",
-    )
-    parser.add_argument(
-        "--save", type=Path, default=None, metavar="FILE", help="write FILE as .json, .md and .png"
-    )
 
 
 @contextmanager
@@ -262,6 +244,13 @@ def _demo(args: argparse.Namespace) -> int:
         from vitgraph.graphs.cli.demo import demo
 
     return demo(args, console)
+
+
+def _fidelity(args: argparse.Namespace) -> int:
+    with _importing():
+        from vitgraph.graphs.cli.fidelity import fidelity
+
+    return fidelity(args, console, errors)
 
 
 def _precompile(args: argparse.Namespace) -> int:
