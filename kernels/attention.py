@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vitgraph.kernels.attention_config import AttentionConfig, attention_config
 from vitgraph.kernels.attention_schedule import AttentionSchedule, attention_schedule
-from vitgraph.kernels.launch import num_multiprocessors
+from vitgraph.kernels.launch import next_power_of_2, num_multiprocessors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -230,7 +230,7 @@ def attention(
         launch_attention_sm90(qkv, out, schedule, scale_log2, programs)
         return out
     head = 1 << (head_dim.bit_length() - 1)
-    tail = max(16, triton.next_power_of_2(head_dim - head))
+    tail = max(16, next_power_of_2(head_dim - head))
     programs = min(programs * config.programs_per_sm, schedule.table.shape[0])
     attention_kernel[(programs,)](
         qkv, out, schedule.table, schedule.state, scale_log2,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitgraph.kernels.launch import num_programs
+from vitgraph.kernels.launch import cdiv, next_power_of_2, num_programs
 
 BLOCK = 32  # heads of rows that a program looks at together
 
@@ -63,7 +63,7 @@ def isolate(
     if parts != 3 or not qkv.is_contiguous():
         raise ValueError(f"isolate: qkv must be contiguous [P, 3, H, D], got {tuple(qkv.shape)}")
     if max_rows:
-        blocks = triton.cdiv(max_rows * heads, BLOCK)
+        blocks = cdiv(max_rows * heads, BLOCK)
         isolate_kernel[(num_programs(qkv.device, blocks, 16),)](
             qkv,
             num_rows,
@@ -72,7 +72,7 @@ def isolate(
             HEADS=heads,
             HEAD_DIM=head_dim,
             BLOCK=BLOCK,
-            COLUMNS=triton.next_power_of_2(head_dim),
+            COLUMNS=next_power_of_2(head_dim),
             num_warps=4,
             enable_fp_fusion=True,
         )

@@ -76,6 +76,16 @@ def _cuda_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. Triton's own is made for kernels, too, and costs more than the launch."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
 def on_device(device: torch.device) -> AbstractContextManager:
     """Make `device` the current one: Triton launches there, wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitgraph.kernels.launch import num_programs, row_count
+from vitgraph.kernels.launch import next_power_of_2, num_programs, row_count
 
 MAX_WIDTH = 8192  # a row stays in the registers of one program
 
@@ -84,7 +84,7 @@ def layer_norm(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if max_rows == 0:
         return out
-    main = triton.next_power_of_2(width) // 2
+    main = next_power_of_2(width) // 2
     if width <= 1152:
         warps, per_multiprocessor = 2, 16
     else:  # two warps would spill a few bytes at 1280
@@ -100,7 +100,7 @@ def layer_norm(
         eps,
         WIDTH=width,
         MAIN=main,
-        REST=triton.next_power_of_2(width - main),
+        REST=next_power_of_2(width - main),
         num_warps=warps * x.element_size() // 2,
         enable_fp_fusion=True,
     )

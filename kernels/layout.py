@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vitgraph.kernels.launch import cdiv
+
 BLOCK = 256  # patches, and sequences, of one program
 MAX_SLOTS = 1024  # each program holds all of them; above, the reference serves
 
@@ -136,7 +138,7 @@ def layout(
     counts = torch.empty(3, 4, dtype=torch.int32, device=grid_thw.device)[:, :1].unbind()
     cu_seqlens = torch.empty(max_sequences + 1, dtype=torch.int32, device=grid_thw.device)
     coords = torch.empty(num_patches, 4, dtype=torch.int32, device=grid_thw.device)
-    layout_kernel[(triton.cdiv(max(num_patches, max_sequences + 1), BLOCK),)](
+    layout_kernel[(cdiv(max(num_patches, max_sequences + 1), BLOCK),)](
         grid_thw,
         *counts,
         cu_seqlens,

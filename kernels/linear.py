@@ -100,23 +100,34 @@ def linear_providers(
     return ("gluon", "triton", "cublas")
 
 
-def _check(x: Tensor, weight: Tensor, normalized: bool, **optional: Tensor | None) -> None:
-    rows, (out_features, in_features) = x.shape[0], weight.shape
-    expected = {"bias": (out_features,), "num_rows": (1,)}
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    num_rows: Tensor | None,
+    out: Tensor | None,
+    normalized: bool,
+) -> None:
+    dtype, rows, (out_features, in_features) = weight.dtype, x.shape[0], weight.shape
     if x.ndim != 2 or x.shape[1] != in_features:
         raise ValueError(f"x has shape {tuple(x.shape)}, weight takes [rows, {in_features}]")
-    if x.dtype != (torch.uint8 if normalized else weight.dtype):
-        raise ValueError(f"x is {x.dtype}, weight {weight.dtype}, normalization {normalized}")
+    if x.dtype != (torch.uint8 if normalized else dtype):
+        raise ValueError(f"x is {x.dtype}, weight {dtype}, normalization {normalized}")
     if not weight.is_contiguous():
         raise ValueError("weight is not contiguous")
-    for name, tensor in {"x": x, **optional}.items():
+    for name, tensor, expected, shape in (
+        ("x", x, x.dtype, x.shape),
+        ("bias", bias, dtype, (out_features,)),
+        ("residual", residual, dtype, (rows, out_features)),
+        ("num_rows", num_rows, torch.int32, (1,)),
+        ("out", out, dtype, (rows, out_features)),
+    ):
         if tensor is None:
             continue
-        dtype = {"x": x.dtype, "num_rows": torch.int32}.get(name, weight.dtype)
-        if tensor.dtype != dtype:
-            raise ValueError(f"{name} is {tensor.dtype}, expected {dtype}")
-        shape = expected.get(name, (rows, in_features if name == "x" else out_features))
-        if tuple(tensor.shape) != shape:
+        if tensor.dtype != expected:
+            raise ValueError(f"{name} is {tensor.dtype}, expected {expected}")
+        if tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
         if tensor.stride(-1) != 1 and tensor.numel() > 1:
             raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension, not 1")
@@ -146,8 +157,7 @@ def linear(
     Raises:
         ValueError: shapes, strides or dtypes do not fit; the provider cannot serve the layer.
     """
-    _check(x, weight, normalization is not None,
-           bias=bias, residual=residual, num_rows=num_rows, out=out)  # fmt: skip
+    _check(x, weight, bias, residual, num_rows, out, normalization is not None)
     if out is None:
         out = torch.empty(x.shape[0], weight.shape[0], dtype=weight.dtype, device=x.device)
     if x.shape[0] == 0:

@@ -7,6 +7,8 @@ tile shapes. The kernel reads the real row count on the device and takes `small`
 
 import enum
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -35,8 +37,7 @@ class Layer(enum.Enum):
         return cls.PROJECTION if out_features == in_features else cls.EMBED
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """One tile of the output: `rows` x `cols`, summed over steps of `depth`."""
 
     rows: int
@@ -84,8 +85,8 @@ def _sm90(large: Tile, small: Tile | None = None, small_rows: int = 0, **rest: i
 _PAIRED = Tile(128, 128, 64, stages=3, parts=2)
 _ALONE = Tile(128, 128, 64, stages=5, parts=2)
 # What spills in halves: pixels that are converted, under triton 3.8; GELU, under 3.8 and 3.9.
-_EMBED = replace(_ALONE, parts=4)
-_MERGE = replace(_PAIRED, parts=4)
+_EMBED = _ALONE._replace(parts=4)
+_MERGE = _PAIRED._replace(parts=4)
 _SMALL_MERGE = Tile(64, 128, 64, stages=4, parts=2)
 
 # NVIDIA H200, bf16, triton 3.6. Up to 448 rows the small tiles, at N = 1152 up to 1792 the large
@@ -122,6 +123,7 @@ SM100 = LinearConfig(
 FLOAT32 = LinearConfig(Tile(64, 64, 32, stages=2), programs_per_sm=2)
 
 
+@lru_cache(maxsize=4096)  # looked up before every launch
 def linear_config(
     capability: Capability, dtype: torch.dtype, capacity: int, out_features: int, in_features: int
 ) -> LinearConfig:
@@ -134,6 +136,7 @@ def linear_config(
     return SM100 if capability[0] == 10 else PORTABLE
 
 
+@lru_cache(maxsize=256)
 def fixed_config(
     capability: Capability, dtype: torch.dtype, capacity: int, out_features: int, in_features: int
 ) -> LinearConfig:

@@ -4,7 +4,6 @@ Loads are tensor descriptors (TMA) where the tile table says so, pointers otherw
 """
 
 import math
-from dataclasses import astuple
 from typing import Literal, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vitgraph.kernels.launch import num_programs, row_count
+from vitgraph.kernels.launch import cdiv, num_programs, row_count
 from vitgraph.kernels.linear_config import LinearConfig, Tile
 
 Activation = Literal["gelu", "gelu_tanh"]
@@ -233,7 +232,7 @@ def _descriptors(x: Tensor, weight: Tensor, tile: Tile | None) -> list[TensorDes
 
 
 def _num_tiles(tile: Tile | None, rows: int, cols: int) -> int:
-    return triton.cdiv(rows, tile.rows) * triton.cdiv(cols, tile.cols) if tile else 0
+    return cdiv(rows, tile.rows) * cdiv(cols, tile.cols) if tile else 0
 
 
 def is_aligned(*tensors: Tensor | None) -> bool:
@@ -274,6 +273,6 @@ def linear_triton(
         x, weight, bias, residual, out, num_rows, *descriptors, scale, shift,
         x.stride(0), residual.stride(0) if residual is not None else 0, out.stride(0),
         capacity, config.small_rows, out_features, in_features, activation,
-        large and astuple(large), small and astuple(small), num_warps=config.num_warps,
+        large and (*large,), small and (*small,), num_warps=config.num_warps,
         enable_fp_fusion=True,
     )  # fmt: skip

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitgraph.kernels.launch import num_programs, row_count
+from vitgraph.kernels.launch import next_power_of_2, num_programs, row_count
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def position_embedding(
         max_rows,
         SIDE=side,
         WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=next_power_of_2(width),
         num_warps=2,
         enable_fp_fusion=True,
     )

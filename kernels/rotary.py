@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitgraph.kernels.launch import num_programs, row_count
+from vitgraph.kernels.launch import cdiv, next_power_of_2, num_programs, row_count
 
 PROGRAMS_PER_MULTIPROCESSOR = 32  # of one warp each: the most that fit
 TABLE_ROWS = 16  # patches of one program of the table
@@ -97,7 +97,7 @@ def rotary_table(
     table = torch.empty(max_rows, 2, half, dtype=torch.float32, device=coords.device)
     if max_rows == 0:
         return table
-    blocks = triton.cdiv(max_rows, TABLE_ROWS)
+    blocks = cdiv(max_rows, TABLE_ROWS)
     rotary_table_kernel[(num_programs(coords.device, blocks, 8),)](
         coords,
         frequencies,
@@ -105,7 +105,7 @@ def rotary_table(
         num_rows,
         max_rows,
         HALF=half,
-        BLOCK_PAIRS=triton.next_power_of_2(half),
+        BLOCK_PAIRS=next_power_of_2(half),
         BLOCK_ROWS=TABLE_ROWS,
         num_warps=4,
         enable_fp_fusion=True,
@@ -198,8 +198,8 @@ def rotary(
         max_rows,
         HEADS=num_heads,
         HEAD_DIM=head_dim,
-        BLOCK_HEADS=triton.next_power_of_2(num_heads),
-        BLOCK_DIM=triton.next_power_of_2(head_dim),
+        BLOCK_HEADS=next_power_of_2(num_heads),
+        BLOCK_DIM=next_power_of_2(head_dim),
         num_warps=1,
         enable_fp_fusion=True,
     )

@@ -31,6 +31,7 @@ from vitgraph.kernels.sm90.attention_shared import (
     V_TAIL_LAYOUT,
     Shared,
     Sizes,
+    box_layout,
     make_barriers,
     ring_place,
 )
@@ -289,7 +290,7 @@ def launch_attention_sm90(
     for rows in (config.rows, config.block_n):
         for columns in (64, 16):
             box = [1, rows, columns]
-            layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
+            layout = box_layout(rows, columns, dtype)
             descriptors.append(TensorDescriptor(qkv, shape, strides, box, layout))
     attention_sm90_kernel[(programs,)](
         *descriptors, out, schedule.table, schedule.state, schedule.partials, scale_log2,

@@ -1,5 +1,7 @@
 """What the warps of sm90/attention.py share: sizes known when compiled, rings in shared memory."""
 
+import functools
+
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -8,6 +10,12 @@ from vitgraph.kernels.sm90.gluon_names import aggregate, reinterpret
 
 V_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 V_TAIL_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
+
+
+@functools.cache  # asked for before every launch
+def box_layout(rows: int, columns: int, dtype: gl.dtype) -> gl.NVMMASharedLayout:
+    """Where TMA puts a box of one head's rows in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for([1, rows, columns], dtype)
 
 
 @aggregate

@@ -13,7 +13,6 @@ The output goes through shared memory, so that its stores and the loads of the r
 and run under the products of another tile.
 """
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from vitgraph.kernels.launch import num_programs, row_count
+from vitgraph.kernels.launch import cdiv, num_programs, row_count
 from vitgraph.kernels.linear_triton import Activation
 from vitgraph.kernels.sm90.gluon_names import async_load
 from vitgraph.kernels.sm90.linear_flat import consume_flat, produce_flat
@@ -138,6 +137,9 @@ def _consume_tall(
     tma.store_wait(0)
 
 
+SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
 @gluon.jit
 def _consume(
     CONSUMER: gl.constexpr, stages, staging, barriers, outputs, num_rows,
@@ -212,13 +214,12 @@ def linear_sm90(
     """Launch `linear_sm90_kernel`; the arguments of `linear`, checked there, 16-bit and aligned to
     16 bytes."""
     capacity, (out_features, in_features) = x.shape[0], weight.shape
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
     def descriptor(tensor: Tensor, rows: int = 64) -> TensorDescriptor:
-        return TensorDescriptor.from_tensor(tensor, [rows, 64], layout)
+        return TensorDescriptor.from_tensor(tensor, [rows, 64], SHARED)
 
     flat_cols = 64 if out_features <= NARROW.value else 192
-    most_tiles = triton.cdiv(capacity, 64) * triton.cdiv(out_features, flat_cols)
+    most_tiles = cdiv(capacity, 64) * cdiv(out_features, flat_cols)
     linear_sm90_kernel[(num_programs(x.device, most_tiles, 1),)](
         descriptor(x), descriptor(weight, 128), descriptor(weight),
         descriptor(residual) if residual is not None else None, descriptor(out),
