@@ -25,6 +25,7 @@ ATTRIBUTES = (
     "interpolation_align_corners",
     "deepstack_visual_indexes",
 )
+FREQUENCIES = "inv_freq"  # of transformers' rotary embedding: ours has its own
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 RECORDING = "transformers.utils.output_capturing"  # does nothing unless hidden states are asked for
 MERGE = "merge_and_unload() the adapters first (vitgraph does not serve them on the tower yet)"
@@ -57,6 +58,8 @@ class Structure:
         self._owners, self._names = [owner for owner, _ in looked_up], [n for _, n in looked_up]
         self._values = [_copied(owner[name]) for owner, name in looked_up]
         self._described = dict(_describe(module))
+        self._buffers = [part._buffers for _, part in named if FREQUENCIES in part._buffers]
+        self._frequencies = [*map(_state_of_frequencies, self._buffers)]
 
     def unchanged(self) -> bool:
         """Whether all is as it was. Thousands of lookups before every batch: by map, in a tenth of
@@ -68,6 +71,7 @@ class Structure:
                 and [*map(type, self._modules)] == self._classes
                 and [*map(operator.getitem, self._owners, self._names)] == self._values
                 and [*map(len, self._parents)] == self._sizes
+                and [*map(_state_of_frequencies, self._buffers)] == self._frequencies
                 and self._same_hooks()
                 and [kind.forward for kind in self._kinds] == self._forwards
             )
@@ -160,9 +164,17 @@ def _describe(module: nn.Module) -> Iterator[tuple[str, object]]:
         for name in ATTRIBUTES:
             if name in space:
                 yield f"{path}.{name}".lstrip("."), _copied(space[name])
+        if FREQUENCIES in part._buffers:
+            yield f"{path}.{FREQUENCIES}", _state_of_frequencies(part._buffers)
         if path:
             hooks = [key for name in HOOKS for key in space[name]]
             yield path, (id(part), type(part), type(part).forward, space.get("forward"), hooks)
+
+
+def _state_of_frequencies(buffers: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Which tensor it is, and how often it was changed in place (inference tensors do not say)."""
+    tensor = buffers[FREQUENCIES]
+    return id(tensor), -1 if tensor.is_inference() else tensor._version
 
 
 def _copied(value: object) -> object:

@@ -13,12 +13,7 @@ from vitgraph.graphs.budgets import BudgetGraphMetadata, resolve_budgets
 from vitgraph.graphs.capture import BudgetGraphs
 from vitgraph.graphs.config import CompilationConfig, infer_limits
 from vitgraph.graphs.packing import Item, Pack, all_eager, greedy, why_eager
-from vitgraph.graphs.protocol import (
-    SupportsEncoderCudaGraph,
-    check_rows,
-    look,
-    require_protocol,
-)
+from vitgraph.graphs.protocol import SupportsEncoderCudaGraph, check_rows, look, require_protocol
 from vitgraph.graphs.qwen3_vl import as_model
 from vitgraph.graphs.statistics import Statistics, Stopwatch
 from vitgraph.kernels.launch import on_device
@@ -246,8 +241,9 @@ class EncoderCudaGraphManager:
         self, mm_kwargs: dict[str, Any], items: list[Item], runs: list[Run], borrow: bool
     ) -> Tensor:
         replays = any(pack.budget is not None for pack, _ in runs)
-        if replays and not self._graphs.on_gpu:  # the forward runs, on what the modules are now
-            self._graphs.check_module()
+        late = replays and self._graphs.on_gpu  # in the time that the GPU takes
+        if not late:  # the forward runs, on what the modules are now
+            self._check_modules(replays)
         if len(runs) == 1:
             pack, watch = runs[0]
             with watch:  # all of the batch
@@ -255,8 +251,8 @@ class EncoderCudaGraphManager:
             check_rows(self.model, rows, pack.tokens)
         else:
             rows = self._run_apart(mm_kwargs, items, runs)
-        if replays and self._graphs.on_gpu:  # in the time that the GPU takes
-            self._graphs.check_module()
+        if late:
+            self._check_modules(replays)
         # Counted when all of it was launched: a batch that raises leaves the numbers as they were.
         for pack, _ in runs:
             if pack.budget is not None:
@@ -265,6 +261,11 @@ class EncoderCudaGraphManager:
                 self.statistics.record_misses(self._miss_reason(items[i]) for i in pack.indices)
         self.statistics.finish_batch()
         return rows
+
+    def _check_modules(self, replays: bool) -> None:
+        """Before rows are handed out."""
+        if replays:
+            self._graphs.check_module()
 
     def _run_apart(self, mm_kwargs: dict[str, Any], items: list[Item], runs: list[Run]) -> Tensor:
         """Several packs, each item's rows put where they belong."""

@@ -66,7 +66,7 @@ class _Service:
 
 
 class _Manager(EncoderCudaGraphManager):
-    """Looks at the tower before it uses its weights; no other thread is in the forward then."""
+    """Looks at the tower, too, whose weights it uses; no other thread is in the forward then."""
 
     def __init__(self, service: _Service, config: CompilationConfig | None) -> None:
         self._follow = service.follow
@@ -81,8 +81,13 @@ class _Manager(EncoderCudaGraphManager):
         self, mm_kwargs: dict[str, Any], *, borrow: bool = False
     ) -> tuple[Tensor, list[int]]:
         with self._lock:
-            self._follow()
+            if not self.is_captured():  # it may have moved
+                self._follow()
             return super().encode(mm_kwargs, borrow=borrow)
+
+    def _check_modules(self, replays: bool) -> None:
+        self._follow()
+        super()._check_modules(replays)
 
 
 class _WarnOfGradients(torch.autograd.Function):
