@@ -8,6 +8,8 @@ LINKS := $(addprefix build/types/vitgraph/,kernels encoder graphs bench)
 # As in CI: neither the repository's root nor a script's folder is on sys.path, nothing asks a model hub.
 test test-triton: export PYTHONSAFEPATH := 1
 test test-triton: export HF_HUB_OFFLINE := 1
+# Two files of tests at a time, one thread each.
+test: export OMP_NUM_THREADS := 1
 
 .PHONY: demo test test-triton test-vllm lint types clean
 
@@ -18,7 +20,7 @@ test: $(VENV)/.installed $(LINKS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile
 
 test-triton: $(VENV)/.installed
 	VITGRAPH_TRITON_RELEASES=all $(BIN)/python -m pytest tests/test_compile.py
