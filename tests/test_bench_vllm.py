@@ -42,6 +42,8 @@ ENGINE = """
     ticks = []
     def waiting():
         for name in spec["until"]:
+            if not os.path.exists(beside(name)):
+                return True
             with open(beside(name)) as stream:
                 if "complete" not in stream.read():
                     return True
