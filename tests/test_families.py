@@ -8,7 +8,9 @@ import torch
 import transformers
 from torch import nn
 
+from vitgraph.bench.exactness import relative_error
 from vitgraph.encoder import TOWERS, Qwen3VLVisionEncoder, VisionConfig
+from vitgraph.encoder.attention.backends import BACKENDS
 from vitgraph.graphs import (
     CompilationConfig,
     EncoderCudaGraphManager,
@@ -137,7 +139,7 @@ def model(request, tools, one_thread) -> nn.Module:
 @torch.no_grad()
 def truth(tower: nn.Module, pixels: torch.Tensor, grids) -> torch.Tensor:
     """transformers' rows, those of the levels beside them."""
-    output = tower(pixels, torch.tensor(grids))
+    output = tower(pixels, torch.tensor(grids, device=pixels.device))
     return torch.cat([output.pooler_output, *getattr(output, "deepstack_features", ())], dim=1)
 
 
@@ -180,6 +182,36 @@ def test_encoder_and_manager_equal_transformers(model) -> None:
         outputs = manager.execute({"pixel_values": pixels, "image_grid_thw": grids})
         assert_equal(torch.cat(outputs), expected)
     assert manager.get_cumulative_stats()["graph_misses"] == 0
+
+
+WIDTHS = {
+    "head_dim_72": {},
+    "head_dim_64": {"hidden_size": 1024, "num_heads": 16, "intermediate_size": 4096},  # 2B and 4B
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", TOWERS)
+def test_graphs_in_bf16_are_as_exact_as_transformers(name, width, tools) -> None:
+    """And `auto` measures every attention backend, at either size of a head."""
+    tower = tower_of(build(name, tools.tiny | WIDTHS[width])).cuda()
+    grids = [(1, 32, 32), (4, 20, 20), (1, 48, 64)]
+    pixels = torch.randn(sum(t * h * w for t, h, w in grids), 1536, device="cuda")
+    expected, half = truth(tower, pixels, grids), pixels.bfloat16()
+    tower = tower.bfloat16()
+    manager = EncoderCudaGraphManager(
+        Qwen3VLVisionEncoder.from_transformers(tower), CompilationConfig(True, (256, 2048), 8)
+    )
+    manager.capture()
+    ours = torch.cat(manager.execute({"pixel_values": half, "image_grid_thw": grids}))
+    theirs = truth(tower, half, grids)
+    assert relative_error(ours, expected) <= 1.1 * relative_error(theirs, expected)
+    assert manager.get_cumulative_stats()["graph_misses"] == 0
+    plan = manager.model.plans[2048]
+    measured = plan.microseconds["attention"]
+    assert measured.keys() | plan.left_out.keys() == BACKENDS.keys()
+    assert plan.attention == min(measured, key=measured.__getitem__)
 
 
 def prompt_of(kind: str, modalities: str) -> dict[str, torch.Tensor]:

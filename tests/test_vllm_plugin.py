@@ -199,6 +199,13 @@ def test_who_serves(config, served, graphs) -> None:
     assert mode == ("data" if served else "weights")
 
 
+def test_a_tower_that_vllm_cannot_replicate_stays_split() -> None:
+    """Qwen3-Omni's: in "data" mode vLLM would split half of its layers."""
+    config = make_config()
+    assert wrapper.replicate_tower(config, False) == 3
+    assert config.model_config.multimodal_config.mm_encoder_tp_mode == "weights"
+
+
 def test_sdpa_on_a_gpu_has_no_graphs() -> None:
     for device, graphs in ((CUDA, False), (CPU, True)):
         encoder = SimpleNamespace(attention="sdpa", tower=SimpleNamespace(device=device))

@@ -73,7 +73,7 @@ def test_no_class_of_vllms_with_this_tower_is_left_out() -> None:
     assert found - {"BailingMoeV3VLForConditionalGeneration"} == set(OF_THIS_RELEASE)
 
 
-def test_the_documentation_says_what_is_there_and_what_is_built() -> None:
+def test_the_documentation_says_which_release_has_what() -> None:
     page = (Path(__file__).parents[1] / "graphs" / "README.md").read_text()
     said = re.findall(r"`(\w+)` 0\.(\d\d)( \(made only\))?", page)
     assert [name for name, first, _ in said if int(first) <= MINOR] == [
@@ -89,10 +89,7 @@ def test_the_documentation_says_what_is_there_and_what_is_built() -> None:
 def test_classes_are_made_when_asked_for(architecture) -> None:
     register()
     module, name = ARCHITECTURES[architecture]
-    try:
-        theirs = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, RuntimeError) as error:
-        pytest.skip(f"vLLM's own cannot be imported on this machine: {error!r}")
+    theirs = getattr(importlib.import_module(module), name)
     found = ModelRegistry.models[architecture].load_model_cls()
     assert issubclass(found, theirs) and found is not theirs
     assert found._processor_factory is theirs._processor_factory
@@ -135,13 +132,9 @@ def test_graphs_of_every_model(name, make_model, make_manager) -> None:
 
 
 @pytest.mark.parametrize("use", ["as_embedding_model", "as_seq_cls_model"])
-@pytest.mark.parametrize("name", [n for n in NAMES if n.startswith("Qwen3") and "Omni" not in n])
-def test_models_that_embed_or_rank(name, use, make_model, make_manager, monkeypatch) -> None:
+@pytest.mark.parametrize("name", [n for n in NAMES if re.match("Qwen3(VL|_5)", n)])
+def test_models_that_embed_or_rank(name, use, make_model, make_manager) -> None:
     """As vLLM makes them of the registered classes, for Qwen3-VL-Embedding and -Reranker."""
-    from vllm.model_executor.layers import pooler
-
-    for method in ("for_embedding", "for_seq_cls"):
-        monkeypatch.setattr(pooler.DispatchPooler, method, lambda *_, **__: torch.nn.Identity())
     kind = getattr(adapters, use)(getattr(ours, name))
     assert kind.is_pooling_model and issubclass(kind, getattr(ours, name))
     model = make_model(name, classes=SimpleNamespace(**{name: kind}))

@@ -12,6 +12,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from vllm.distributed import (  # noqa: E402
     initialize_model_parallel,
 )
 from vllm.distributed.device_communicators import shm_broadcast  # noqa: E402
+from vllm.model_executor.layers import pooler  # noqa: E402
 from vllm.version import __version__ as RELEASE  # noqa: E402
 
 from vitgraph.encoder import GEOMETRIES  # noqa: E402
@@ -43,25 +45,19 @@ MINOR = int(RELEASE.split(".")[1])
 BUDGETS, ITEMS = [64, 128, 512], 8
 VISION = GEOMETRIES["tiny"].to_dict()
 OF_THIS_RELEASE = [name for name in ARCHITECTURES if name in ModelRegistry.models]
-# Classes that are built here, and those of them whose tower has no deepstack. Left out are
-# Qwen4Exp, whose model needs a GPU, and classes that only add a head.
+# Of the classes those whose tower has no deepstack, and Qwen3-Omni's.
 WITHOUT_DEEPSTACK = {
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
+    "Qwen4ExpForConditionalGeneration",
     "InternS2PreviewForConditionalGeneration",
     "InternS2MobiusForConditionalGeneration",
+    "ColQwen3_5Model",
+    "ClefFlashForJointSchema",
+    "D3ForSequenceClassification",
 }
 OMNI = "Qwen3OmniMoeThinkerForConditionalGeneration"
-BUILT = WITHOUT_DEEPSTACK | {
-    "Qwen3VLForConditionalGeneration",
-    "Qwen3VLMoeForConditionalGeneration",
-    OMNI,
-    "InternS1ProForConditionalGeneration",
-    "Cosmos3ForConditionalGeneration",
-    "CohereCompassForConditionalGeneration",
-    "Alpamayo2SuperForConditionalGeneration",
-}
-NAMES = [n for n in dict.fromkeys(ARCHITECTURES[a][1] for a in OF_THIS_RELEASE) if n in BUILT]
+NAMES = list(dict.fromkeys(ARCHITECTURES[a][1] for a in OF_THIS_RELEASE))
 PROCESSOR = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]}
 BATCHES = {
     "below_every_budget": [(1, 4, 4)],
@@ -85,7 +81,7 @@ class LanguageModel(torch.nn.Module):
 
     def __init__(self, **_) -> None:
         super().__init__()
-        self.model = SimpleNamespace(start_layer=0)
+        self.model = SimpleNamespace(start_layer=0, layers=())
         self.start_layer = 0
 
     def forward(self, input_ids, positions) -> None:
@@ -94,45 +90,57 @@ class LanguageModel(torch.nn.Module):
     embed_input_ids = forward
 
 
-class Audio(torch.nn.Module):
-    """In the place of Qwen3-Omni's audio tower."""
+class Part(torch.nn.Module):
+    """In the place of Qwen3-Omni's audio tower, and of heads that pool."""
 
     def __init__(self, *_, **__) -> None:
         super().__init__()
 
 
+STAND_INS = {
+    "cached_tokenizer_from_config": lambda *_: None,
+    "pooler_for_token_embed": Part,
+    **dict.fromkeys(("Qwen3OmniMoeAudioEncoder", "JointSchemaHead", "JointSchemaPooler"), Part),
+}
+
+
 def without_language() -> None:
     """Take out of vLLM's models what needs compiled kernels or files of a checkpoint."""
+    for method in ("for_embedding", "for_seq_cls"):
+        setattr(pooler.DispatchPooler, method, Part)
     kinds = [
         getattr(importlib.import_module(module), name)
         for module, name in (ARCHITECTURES[a] for a in OF_THIS_RELEASE)
-        if name in BUILT
     ]
-    stand_ins = {"cached_tokenizer_from_config": lambda *_: None, "Qwen3OmniMoeAudioEncoder": Audio}
     for kind in {base for built in kinds for base in built.__mro__}:
         if "set_moe_parameters" in vars(kind):
-            kind.set_moe_parameters = lambda _: None
+            kind.set_moe_parameters = lambda *_: None
         module = sys.modules[kind.__module__]
-        if not module.__name__.startswith("vllm.model_executor.models."):
+        if not module.__name__.startswith(("vllm.model_executor.models.", "vllm.models.")):
             continue
         for name in list(vars(module)):
-            if name in stand_ins:
-                setattr(module, name, stand_ins[name])
+            if name in STAND_INS:
+                setattr(module, name, STAND_INS[name])
             elif name.endswith("ForCausalLM") and isinstance(vars(module)[name], type):
                 setattr(module, name, LanguageModel)
 
 
-def hf_config_of(name: str) -> SimpleNamespace:
+def hf_config_of(name: str) -> Any:
     """What a model reads of its Hugging Face configuration."""
     if name in WITHOUT_DEEPSTACK:
         vision = {k: v for k, v in VISION.items() if k != "deepstack_visual_indexes"}
-        return Qwen3_5Config(vision_config=vision)
+        config = Qwen3_5Config(vision_config=vision)
+        if name.startswith("Qwen4Exp"):
+            config.vision_config.deepstack_visual_indexes = []
+        config.joint_head_config = {}
+        return config
     config = Qwen3VLConfig(vision_config=VISION)
-    if name == OMNI:
+    if name in (OMNI, "ClefOmniForJointSchema"):
         config.vision_config.image_size = 16 * 48
         config.vision_config.apply_vit_abs_pos_embed = True
         config.audio_config = SimpleNamespace()
-        return SimpleNamespace(thinker_config=config, architectures=[name])
+        heads = {"joint_head_config": {}}
+        return SimpleNamespace(thinker_config=config, architectures=[name], **heads)
     config.traj_ids, config.traj_vocab_size = {}, 0  # of Alpamayo
     return config
 
@@ -210,8 +218,8 @@ def build_model(
         for parameter, weight in model.visual.named_parameters():
             sharp = ".qkv.weight" in parameter  # attention to few patches
             weight.normal_(std=0.25 if sharp else 0.05, generator=generator)
-            if weight.ndim == 1:
-                weight.add_(0.5)
+            if ("norm" in parameter or "ln_q" in parameter) and parameter.endswith("weight"):
+                weight.add_(1)
     return model
 
 
