@@ -21,8 +21,8 @@ _SIZES = (
     "temporal_patch_size",
     "spatial_merge_size",
 )
-# Fields of the towers of Qwen2.5-VL (attention in windows), Qwen2-VL and GLM-4V (RMSNorm).
-_OTHER_TOWERS = {"fullatt_block_indexes", "window_size", "embed_dim", "mlp_ratio", "rms_norm_eps"}
+# Fields of the towers of Qwen2.5-VL (attention in windows) and Qwen2-VL.
+_OTHER_TOWERS = {"fullatt_block_indexes", "window_size", "embed_dim", "mlp_ratio"}
 # Where a whole model's config.json has that of the model around the tower.
 _WRAPPERS = ("thinker_config", "vlm_config")
 

@@ -2,10 +2,12 @@
 
 import importlib
 import json
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from vitgraph.bench.exactness import relative_error
@@ -17,7 +19,10 @@ from vitgraph.graphs import (
     replace_vision_tower,
     restore_vision_tower,
 )
+from vitgraph.graphs.cli.main import main
+from vitgraph.graphs.media import MediaLoader
 
+PHOTOS = Path(__file__).parents[1] / "graphs" / "cli" / "photos"
 IMAGE, VIDEO, START, END, AUDIO = 60, 61, 62, 63, 59
 TOKENS = dict(
     image_token_id=IMAGE,
@@ -285,7 +290,6 @@ def test_checkpoints(model, wrapper, tmp_path) -> None:
 
 def rename(folder, shards: dict[str, str], prefix: str, without: str) -> None:
     """The same checkpoint as part of another model."""
-    from safetensors.torch import load_file, save_file
 
     def outer(name: str) -> str:
         return prefix + name.removeprefix(without)
@@ -317,3 +321,23 @@ def test_other_towers_are_refused_with_what_is_supported(tools) -> None:
     siglip = transformers.SiglipVisionConfig().to_dict()
     with pytest.raises(ValueError, match=f"siglip.* lacks depth, num_heads; {names}"):
         VisionConfig.from_dict(siglip)
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5VisionModel", "Qwen3OmniMoeVisionEncoder"])
+def test_files_from_the_command_line(name, tools, tmp_path, one_thread) -> None:
+    """The rows of transformers' tower, and a tensor for each deepstack level, or none."""
+    model, photo = build(name, tools.tiny), PHOTOS / "cat.jpg"
+    model.save_pretrained(tmp_path / "model")
+    size = {"shortest_edge": 65536, "longest_edge": 65536}
+    settings = {"patch_size": 16, "image_mean": [0.4] * 3, "image_std": [0.6] * 3, "size": size}
+    (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(settings))
+    output = tmp_path / "embeddings.safetensors"
+    command = ["encode", str(photo), "--model", str(tmp_path / "model"), "--device", "cpu"]
+    assert main([*command, "--tensors", "split", "--output", str(output)]) == 0
+
+    media = MediaLoader(tmp_path / "model").image(photo)
+    expected = truth(tower_of(model), media.pixel_values, [media.grid])
+    tensors = load_file(output)
+    levels = FAMILIES[name][3].get("deepstack_visual_indexes", [])
+    assert sorted(tensors) == [str(photo), *(f"{photo}#deepstack{i}" for i in range(len(levels)))]
+    assert_equal(torch.cat([tensors[key] for key in sorted(tensors)], dim=1), expected)
