@@ -9,62 +9,41 @@ from typing import Any
 logger = logging.getLogger("vllm.plugins.vitgraph")
 
 MODELS = "vitgraph.graphs.vllm_plugin.models"
-# vLLM's models with this tower: name in its registry -> (module, class); a release has some.
-_THEIRS = "vllm.model_executor.models."
-ARCHITECTURES = {
-    "Qwen3VLForConditionalGeneration": (
-        f"{_THEIRS}qwen3_vl",
-        "Qwen3VLForConditionalGeneration",
-    ),
-    "Qwen3VLMoeForConditionalGeneration": (
-        f"{_THEIRS}qwen3_vl_moe",
-        "Qwen3VLMoeForConditionalGeneration",
-    ),
-    "Qwen3_5ForConditionalGeneration": (
-        f"{_THEIRS}qwen3_5",
-        "Qwen3_5ForConditionalGeneration",
-    ),
-    "Qwen3_5MoeForConditionalGeneration": (
-        f"{_THEIRS}qwen3_5",
-        "Qwen3_5MoeForConditionalGeneration",
-    ),
-    "Qwen4ExpForConditionalGeneration": (
-        "vllm.models.qwen4_exp",
-        "Qwen4ExpForConditionalGeneration",
-    ),
-    "Qwen3OmniMoeForConditionalGeneration": (
-        f"{_THEIRS}qwen3_omni_moe_thinker",
+# vLLM's models with this tower: name in its registry, module, class where that is another name.
+# A release has some of them.
+_MODELS = (
+    ("Qwen3VLForConditionalGeneration", "qwen3_vl", ""),
+    ("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", ""),
+    ("Qwen3_5ForConditionalGeneration", "qwen3_5", ""),
+    ("Qwen3_5MoeForConditionalGeneration", "qwen3_5", ""),
+    ("Qwen4ExpForConditionalGeneration", "vllm.models.qwen4_exp", ""),
+    (
+        "Qwen3OmniMoeForConditionalGeneration",
+        "qwen3_omni_moe_thinker",
         "Qwen3OmniMoeThinkerForConditionalGeneration",
     ),
-    "InternS1ProForConditionalGeneration": (
-        f"{_THEIRS}interns1_pro",
-        "InternS1ProForConditionalGeneration",
-    ),
-    "InternS2PreviewForConditionalGeneration": (
-        f"{_THEIRS}interns2_preview",
-        "InternS2PreviewForConditionalGeneration",
-    ),
-    "InternS2MobiusForConditionalGeneration": (
-        f"{_THEIRS}interns2_mobius",
-        "InternS2MobiusForConditionalGeneration",
-    ),
-    "Cosmos3ForConditionalGeneration": (
-        f"{_THEIRS}cosmos3",
-        "Cosmos3ForConditionalGeneration",
-    ),
-    "CohereCompassForConditionalGeneration": (
-        f"{_THEIRS}cohere_compass",
-        "CohereCompassForConditionalGeneration",
-    ),
-    "Alpamayo2Super": (f"{_THEIRS}alpamayo2_super", "Alpamayo2SuperForConditionalGeneration"),
+    ("InternS1ProForConditionalGeneration", "interns1_pro", ""),
+    ("InternS2PreviewForConditionalGeneration", "interns2_preview", ""),
+    ("InternS2MobiusForConditionalGeneration", "interns2_mobius", ""),
+    ("Cosmos3ForConditionalGeneration", "cosmos3", ""),
+    ("CohereCompassForConditionalGeneration", "cohere_compass", ""),
+    ("Alpamayo2Super", "alpamayo2_super", "Alpamayo2SuperForConditionalGeneration"),
     # Models that embed, rank or classify; Qwen3-VL-Embedding and -Reranker are Qwen3-VL's class.
-    "ColQwen3": (f"{_THEIRS}colqwen3", "ColQwen3Model"),
-    "OpsColQwen3Model": (f"{_THEIRS}colqwen3", "ColQwen3Model"),
-    "Qwen3VLNemotronEmbedModel": (f"{_THEIRS}colqwen3", "ColQwen3Model"),
-    "ColQwen3_5": (f"{_THEIRS}colqwen3_5", "ColQwen3_5Model"),
-    "ClefFlashForJointSchema": (f"{_THEIRS}clef_flash", "ClefFlashForJointSchema"),
-    "ClefOmniForJointSchema": (f"{_THEIRS}clef_omni", "ClefOmniForJointSchema"),
-    "D3ForSequenceClassification": (f"{_THEIRS}d3", "D3ForSequenceClassification"),
+    ("ColQwen3", "colqwen3", "ColQwen3Model"),
+    ("OpsColQwen3Model", "colqwen3", "ColQwen3Model"),
+    ("Qwen3VLNemotronEmbedModel", "colqwen3", "ColQwen3Model"),
+    ("ColQwen3_5", "colqwen3_5", "ColQwen3_5Model"),
+    ("ClefFlashForJointSchema", "clef_flash", ""),
+    ("ClefOmniForJointSchema", "clef_omni", ""),
+    ("D3ForSequenceClassification", "d3", ""),
+)
+# Name in the registry -> (module, class).
+ARCHITECTURES = {
+    architecture: (
+        module if "." in module else f"vllm.model_executor.models.{module}",
+        name or architecture,
+    )
+    for architecture, module, name in _MODELS
 }
 
 
