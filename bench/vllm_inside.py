@@ -90,8 +90,9 @@ def random_checkpoint(config: Any, device: torch.device) -> Iterator[tuple[str, 
     import transformers
 
     family = config.architectures[0]
-    with torch.device("meta"):
-        shapes = getattr(transformers, family)(config).state_dict()
+    kind = getattr(transformers, family)
+    with torch.device("meta"):  # vLLM may have a configuration class of its own
+        shapes = kind(kind.config_class.from_dict(config.to_dict())).state_dict()
     for index, (name, like) in enumerate(sorted(shapes.items())):
         generator = torch.Generator(device).manual_seed(index)
         values = torch.randn(like.shape, device=device, generator=generator)
