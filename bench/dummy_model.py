@@ -1,4 +1,5 @@
-"""A Qwen3-VL model directory without weights: configuration, byte-level tokenizer, processors.
+"""A Qwen3-VL or Qwen3.5 model directory without weights: configuration, byte-level tokenizer,
+processors.
 
 The tower has the geometry of a published checkpoint; the language model has few layers, so that an
 engine is up in seconds (vLLM: load_format="dummy").
@@ -6,9 +7,10 @@ engine is up in seconds (vLLM: load_format="dummy").
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import Qwen3VLConfig
+from transformers import PreTrainedConfig, Qwen3_5Config, Qwen3VLConfig
 
 from vitgraph.encoder import GEOMETRIES
 
@@ -22,14 +24,43 @@ SPECIAL = [
     "<|video_pad|>",
 ]
 TEXT_LAYERS, HEAD = 4, 128
+FAMILIES: dict[str, type[PreTrainedConfig]] = {
+    "Qwen3VLForConditionalGeneration": Qwen3VLConfig,
+    "Qwen3_5ForConditionalGeneration": Qwen3_5Config,
+}
 
 
-def write_model(folder: Path, geometry: str = "8b") -> Path:
-    """Write the directory; returns it."""
+def write_model(
+    folder: Path, geometry: str = "8b", family: str = "Qwen3VLForConditionalGeneration"
+) -> Path:
+    """Write the directory of a model of a class in FAMILIES; returns it.
+
+    Raises:
+        ValueError: a geometry with deepstack for a family without.
+    """
+    vision = GEOMETRIES[geometry]
+    is_hybrid = family.startswith("Qwen3_5")
+    if is_hybrid and vision.deepstack_visual_indexes:
+        raise ValueError(f"--geometry {geometry} has deepstack, {family} has not")
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = _tokenizer(folder)
-    vision, hidden = GEOMETRIES[geometry], GEOMETRIES[geometry].out_hidden_size
-    text = {
+    text = _hybrid_text(vision.out_hidden_size) if is_hybrid else _text(vision.out_hidden_size)
+    config = FAMILIES[family](
+        text_config=text,
+        vision_config=vision.to_dict(),
+        image_token_id=vocabulary["<|image_pad|>"],
+        video_token_id=vocabulary["<|video_pad|>"],
+        vision_start_token_id=vocabulary["<|vision_start|>"],
+        vision_end_token_id=vocabulary["<|vision_end|>"],
+    )
+    config.architectures, config.dtype = [family], "bfloat16"
+    config.save_pretrained(folder)
+    _processors(folder)
+    return folder
+
+
+def _text(hidden: int) -> dict[str, Any]:
+    return {
         "vocab_size": 512,
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
@@ -46,18 +77,13 @@ def write_model(folder: Path, geometry: str = "8b") -> Path:
             "mrope_interleaved": True,
         },
     }
-    config = Qwen3VLConfig(
-        text_config=text,
-        vision_config=vision.to_dict(),
-        image_token_id=vocabulary["<|image_pad|>"],
-        video_token_id=vocabulary["<|video_pad|>"],
-        vision_start_token_id=vocabulary["<|vision_start|>"],
-        vision_end_token_id=vocabulary["<|vision_end|>"],
-    )
-    config.architectures, config.dtype = ["Qwen3VLForConditionalGeneration"], "bfloat16"
-    config.save_pretrained(folder)
-    _processors(folder)
-    return folder
+
+
+def _hybrid_text(hidden: int) -> dict[str, Any]:
+    """Of four layers the last has attention; a quarter of its heads of 256 is rotated."""
+    rope = {"mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25}
+    text = _text(hidden) | {"head_dim": 2 * HEAD, "num_attention_heads": max(4, hidden // 256)}
+    return text | {"rope_parameters": text["rope_parameters"] | rope}
 
 
 def _tokenizer(folder: Path) -> dict[str, int]:

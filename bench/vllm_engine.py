@@ -21,7 +21,8 @@ milliseconds the encoder's call to its synchronised result, median of up to 20, 
              calls it: through the graph manager, or eagerly
 
 The result is saved after every engine. vLLM 0.26 to 0.33; vLLM's CPU build runs the same with
---geometry tiny --backends TORCH_SDPA --modes eager.
+--geometry tiny --backends TORCH_SDPA --modes eager. Qwen3.5 with --geometry qwen3.5-9b --family
+Qwen3_5ForConditionalGeneration.
 """
 
 import argparse

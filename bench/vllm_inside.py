@@ -87,10 +87,12 @@ def describe(worker: Any) -> dict[str, Any]:
 def random_checkpoint(config: Any, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Names as in a published checkpoint; weights on which a difference would show, unlike those of
     vLLM's dummy loader. The same for any number of ranks."""
-    from transformers import Qwen3VLForConditionalGeneration
+    import transformers
 
-    with torch.device("meta"):
-        shapes = Qwen3VLForConditionalGeneration(config).state_dict()
+    family = config.architectures[0]
+    kind = getattr(transformers, family)
+    with torch.device("meta"):  # vLLM may have a configuration class of its own
+        shapes = kind(kind.config_class.from_dict(config.to_dict())).state_dict()
     for index, (name, like) in enumerate(sorted(shapes.items())):
         generator = torch.Generator(device).manual_seed(index)
         values = torch.randn(like.shape, device=device, generator=generator)
@@ -98,6 +100,8 @@ def random_checkpoint(config: Any, device: torch.device) -> Iterator[tuple[str, 
         if "norm" in name and name.endswith("weight"):
             # Sharp attention: an answer depends on few tokens of the pictures, not on their mean.
             values.add_(2.25 if "q_norm" in name or "k_norm" in name else 1)
+            if "Qwen3_5" in family and ".language_model." in name and "linear_attn" not in name:
+                values.sub_(1)  # RMSNorm's weight is what is added to one
         yield name, values.to(torch.bfloat16)
 
 

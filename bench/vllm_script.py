@@ -29,6 +29,11 @@ def parse_arguments(
     ends here."""
     parser.add_argument("--model", type=Path, default=None, help="default: a dummy checkpoint")
     parser.add_argument("--geometry", default="8b", help="of the dummy's tower")
+    parser.add_argument(
+        "--family",
+        default="Qwen3VLForConditionalGeneration",
+        help="class of the dummy; Qwen3_5ForConditionalGeneration with --geometry qwen3.5-9b",
+    )
     parser.add_argument("--backends", nargs="+", default=list(backends))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(modes))
     parser.add_argument("--gpus", type=int, default=1, help="used by engines side by side")
@@ -58,5 +63,5 @@ def work_folder(args: argparse.Namespace) -> Iterator[tuple[Path, str]]:
         if model is None:
             from vitgraph.bench.dummy_model import write_model
 
-            model = write_model(work / "model", args.geometry)
+            model = write_model(work / "model", args.geometry, args.family)
         yield work, str(model)

@@ -1,7 +1,7 @@
-"""The Qwen3-VL vision encoder: configuration, weights, attention dispatch, forward pass."""
+"""The vision encoder of Qwen3-VL and its kin: configuration, weights, attention, forward pass."""
 
-from vitgraph.encoder.config import GEOMETRIES, VisionConfig
+from vitgraph.encoder.config import GEOMETRIES, TOWERS, VisionConfig
 from vitgraph.encoder.embeddings import split_embeddings
 from vitgraph.encoder.model import Qwen3VLVisionEncoder
 
-__all__ = ["GEOMETRIES", "Qwen3VLVisionEncoder", "VisionConfig", "split_embeddings"]
+__all__ = ["GEOMETRIES", "TOWERS", "Qwen3VLVisionEncoder", "VisionConfig", "split_embeddings"]

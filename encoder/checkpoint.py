@@ -1,11 +1,13 @@
 """Checkpoint files, local or on the hub, and the vision tower's tensors inside them.
 
-Naming is kept out of the model: checkpoints prefix the tower with `model.visual.` or `visual.` (a
-tower saved alone has no prefix) and store the patch embedding as a Conv3d kernel.
+Naming is kept out of the model: checkpoints prefix the tower (one that was saved alone has no
+prefix), store the patch embedding as a Conv3d kernel, and Qwen3-Omni's name the parts of mergers
+otherwise.
 """
 
 import json
 import math
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,7 +29,12 @@ from huggingface_hub.utils import get_session
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-PREFIXES = ("model.visual.", "visual.", "")
+# Qwen3-VL's and Qwen3.5's, those that were saved without the outermost model, Qwen3-Omni's, and
+# those of retrieval models with a model inside.
+PREFIXES = ("model.visual.", "visual.", "thinker.visual.", "vlm.model.visual.", "")
+# What Qwen3-Omni calls the parts of a merger.
+_OMNI_MERGER = re.compile(r"^(merger|merger_list\.\d+)\.(ln_q|mlp\.0|mlp\.1|mlp\.2)(?=\.|$)")
+_PARTS = {"ln_q": "norm", "mlp.0": "linear_fc1", "mlp.1": "act_fn", "mlp.2": "linear_fc2"}
 # Stored as a [C, 3, 2, 16, 16] kernel, used as [C, 1536].
 PATCH_EMBED = "patch_embed.proj.weight"
 HUB_SECONDS = 5
@@ -98,6 +105,12 @@ class Checkpoint:
             ) from None
         with self.open(SINGLE) as tensors:
             return dict.fromkeys(tensors.keys(), SINGLE)
+
+
+def our_name(name: str) -> str:
+    """What our modules call a tensor or module of a tower; only Qwen3-Omni's have other names."""
+    name = _OMNI_MERGER.sub(lambda found: f"{found[1]}.{_PARTS[found[2]]}", name)
+    return re.sub(r"^merger_list\b", "deepstack_merger_list", name)
 
 
 def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoint:
@@ -173,11 +186,10 @@ def load_vision_weights(
             f"{checkpoint.name} holds no vision tower: none of its {len(weight_map)} tensors is "
             f"{' or '.join(f'{p}patch_embed.proj.weight' for p in PREFIXES)}"
         )
-    files = {
-        name.removeprefix(prefix): file
-        for name, file in weight_map.items()
-        if name.startswith(prefix)
+    stored_names = {
+        our_name(name.removeprefix(prefix)): name for name in weight_map if name.startswith(prefix)
     }
+    files = {name: weight_map[stored] for name, stored in stored_names.items()}
     problems = [f"missing {name}" for name in sorted(parameters.keys() - files.keys())]
     problems += [f"unexpected {name}" for name in sorted(files.keys() - parameters.keys())]
     common = sorted(parameters.keys() & files.keys())
@@ -187,10 +199,10 @@ def load_vision_weights(
             for file in sorted({files[name] for name in common})
         }
         for name in common:
-            if prefix + name not in shards[files[name]].keys():  # noqa: SIM118 - not a dict
+            if stored_names[name] not in shards[files[name]].keys():  # noqa: SIM118 - not a dict
                 problems.append(f"missing {name} (the index names {files[name]})")
                 continue
-            stored = shards[files[name]].get_slice(prefix + name)
+            stored = shards[files[name]].get_slice(stored_names[name])
             found, wanted = tuple(stored.get_shape()), tuple(parameters[name].shape)
             if name == PATCH_EMBED and len(found) == 5 and found[1:3] == kernel:
                 found = (found[0], math.prod(found[1:]))
@@ -204,7 +216,7 @@ def load_vision_weights(
             )
         with torch.no_grad():
             for name in common:
-                tensor: Tensor = shards[files[name]].get_tensor(prefix + name)
+                tensor: Tensor = shards[files[name]].get_tensor(stored_names[name])
                 parameters[name].copy_(tensor.reshape(parameters[name].shape))
 
 

@@ -1,4 +1,4 @@
-"""Geometry of a Qwen3-VL vision tower, read from a Hugging Face config.json."""
+"""Geometry of a vision tower as Qwen3-VL has it, read from a Hugging Face config.json."""
 
 import sys
 from dataclasses import asdict, dataclass, fields
@@ -23,7 +23,20 @@ _SIZES = (
 )
 # Fields of the towers of Qwen2.5-VL (attention in windows) and Qwen2-VL.
 _OTHER_TOWERS = {"fullatt_block_indexes", "window_size", "embed_dim", "mlp_ratio"}
-_SUPPORTED = "supported are the towers of Qwen3-VL, dense and MoE"
+# Where a whole model's config.json has that of the model around the tower.
+_WRAPPERS = ("thinker_config", "vlm_config")
+
+# The classes of transformers that are this tower, and whose it is. Deepstack is optional.
+TOWERS = {
+    "Qwen3VLVisionModel": "Qwen3-VL",
+    "Qwen3VLMoeVisionModel": "Qwen3-VL MoE",
+    "Qwen3_5VisionModel": "Qwen3.5 to 3.8",
+    "Qwen3_5MoeVisionModel": "Qwen3.5 to 3.8 MoE",
+    "Qwen4ExpVisionModel": "Qwen4Exp",
+    "Qwen3OmniMoeVisionEncoder": "Qwen3-Omni",
+    "CohereCompassVisionModel": "Cohere Compass",
+}
+SUPPORTED = f"supported are the towers of {', '.join(TOWERS.values())}"
 
 ROPE_TYPES = (None, "default", "axial")  # one formula under two names
 
@@ -79,7 +92,9 @@ class VisionConfig:
             raise ValueError(f"rope_theta {theta!r:.50} is no positive number")
         object.__setattr__(self, "rope_theta", float(theta))
         if self.hidden_act != "gelu_pytorch_tanh":
-            raise ValueError(f"hidden_act {self.hidden_act!r} is not 'gelu_pytorch_tanh'")
+            raise ValueError(
+                f"hidden_act {self.hidden_act!r} is not 'gelu_pytorch_tanh'; {SUPPORTED}"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -103,15 +118,26 @@ class VisionConfig:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "VisionConfig":
-        """Read the fields of a whole model's config.json or of its `vision_config`."""
-        vision = config.get("vision_config", config) if isinstance(config, dict) else {}
+        """Read the fields of a whole model's config.json or of its `vision_config`.
+
+        Raises:
+            ValueError: another kind of tower, by what it has or lacks, or fields that contradict
+                one another.
+        """
+        config = config if isinstance(config, dict) else {}
+        inner = [config[name] for name in _WRAPPERS if isinstance(config.get(name), dict)]
+        found = (one["vision_config"] for one in (config, *inner) if "vision_config" in one)
+        vision = next(found, config)
         vision = vision if isinstance(vision, dict) else {}
+        kind = vision.get("model_type") or config.get("model_type") or "this"
         for name in sorted(_OTHER_TOWERS & vision.keys()):
-            kind = vision.get("model_type") or config.get("model_type") or "this"
-            raise ValueError(f"{kind} is not a Qwen3-VL tower: it has {name}; {_SUPPORTED}")
+            raise ValueError(f"{kind} is another kind of tower: it has {name}; {SUPPORTED}")
         missing = [name for name in ("depth", "hidden_size", "num_heads") if name not in vision]
         if missing:
-            raise ValueError(f"this is no Qwen3-VL vision config: it lacks {', '.join(missing)}")
+            raise ValueError(
+                f"{kind} has no vision config of this kind: it lacks {', '.join(missing)}; "
+                f"{SUPPORTED}"
+            )
         known = {f.name: vision[f.name] for f in fields(cls) if vision.get(f.name) is not None}
         levels = vision.get("deepstack_visual_indexes") or ()
         if not isinstance(levels, list | tuple):
@@ -155,6 +181,8 @@ GEOMETRIES: dict[str, VisionConfig] = {
     "30b-a3b": VisionConfig(**_LARGE, out_hidden_size=2048),
     "32b": VisionConfig(**_LARGE, out_hidden_size=5120),
     "235b-a22b": VisionConfig(**_LARGE, out_hidden_size=4096),
+    "qwen3.5-9b": VisionConfig(**_LARGE, out_hidden_size=4096, deepstack_visual_indexes=()),
+    "qwen3.5-35b-a3b": VisionConfig(**_LARGE, out_hidden_size=2048, deepstack_visual_indexes=()),
     "tiny": VisionConfig(
         depth=4,
         hidden_size=144,

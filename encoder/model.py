@@ -1,4 +1,4 @@
-"""The Qwen3-VL vision encoder as a PyTorch module.
+"""The Qwen3-VL vision encoder, with deepstack or without, as a PyTorch module.
 
 Legend: P patches, T tokens, C hidden, H heads, D head_dim.
 """
@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 from vitgraph.encoder.attention.backends import resolve_backend
 from vitgraph.encoder.attention.trial import Heads
-from vitgraph.encoder.checkpoint import load_vision_weights, open_checkpoint
+from vitgraph.encoder.checkpoint import (
+    PATCH_EMBED,
+    load_vision_weights,
+    open_checkpoint,
+    our_name,
+)
 from vitgraph.encoder.config import VisionConfig
 from vitgraph.encoder.forward import forward
 from vitgraph.encoder.inputs import (
@@ -27,7 +32,7 @@ from vitgraph.encoder.inputs import (
 )
 from vitgraph.encoder.modules import VisionModules
 from vitgraph.encoder.operations import OpsName, Plan, fixed_plan, resolve_operations
-from vitgraph.encoder.sharing import why_not_shareable, why_not_transformers
+from vitgraph.encoder.sharing import config_of, why_not_shareable, why_not_transformers
 from vitgraph.encoder.structure import Structure, why_not_plain
 from vitgraph.kernels.launch import on_device
 from vitgraph.kernels.layout import Layout
@@ -153,20 +158,20 @@ class Qwen3VLVisionEncoder(VisionModules):
         pixel_dtype: torch.dtype | None = None,
         batch_invariant: bool = False,
     ) -> "Qwen3VLVisionEncoder":
-        """Wrap transformers' `Qwen3VLVisionModel` (or its MoE variant's); the weights are shared,
-        not copied.
+        """Wrap a vision tower of transformers, an instance of one of `encoder.config.TOWERS`; the
+        weights are shared, not copied.
 
         Raises:
-            ValueError: what is on the tower that the encoder does not compute, by name.
+            ValueError: another kind of tower, or what is on it that the encoder does not compute,
+                by name.
         """
-        weight = vision_model.patch_embed.proj.weight
-        config = VisionConfig.from_dict(vision_model.config.to_dict())
+        config = config_of(vision_model)
         if reason := why_not_transformers(vision_model, config):
             raise ValueError(reason)
         encoder = cls(
             config,
             device="meta",
-            dtype=weight.dtype,
+            dtype=vision_model.patch_embed.proj.weight.dtype,
             attention=attention,
             pixel_dtype=pixel_dtype,
             batch_invariant=batch_invariant,
@@ -175,20 +180,16 @@ class Qwen3VLVisionEncoder(VisionModules):
         return encoder
 
     def share_weights(self, vision_model: Any) -> None:
-        """Use the parameters of transformers' tower, wherever they are now; nothing is copied but
-        the norms' eps."""
-        shared = {
-            name: parameter.detach().reshape(-1, self.config.patch_width)
-            if name == "patch_embed.proj.weight"
-            else parameter.detach()
-            for name, parameter in vision_model.named_parameters()
-        }
+        """Use the parameters of transformers' or vLLM's tower, wherever they are now; nothing is
+        copied but the norms' eps."""
+        theirs = {our_name(name): p.detach() for name, p in vision_model.named_parameters()}
+        shared = theirs | {PATCH_EMBED: theirs[PATCH_EMBED].reshape(-1, self.config.patch_width)}
         self.load_state_dict(shared, assign=True)
         self.requires_grad_(False)
-        theirs = dict(vision_model.named_modules())
+        modules = {our_name(name): module for name, module in vision_model.named_modules()}
         for name, module in self.named_modules():
             if isinstance(module, nn.LayerNorm):
-                module.eps = theirs[name].eps
+                module.eps = modules[name].eps
         self._settle()
 
     @classmethod

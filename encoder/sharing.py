@@ -8,12 +8,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitgraph.encoder.config import VisionConfig
+from vitgraph.encoder.checkpoint import our_name
+from vitgraph.encoder.config import SUPPORTED, TOWERS, VisionConfig
 from vitgraph.encoder.modules import VisionModules
 from vitgraph.encoder.structure import why_not_plain
 from vitgraph.kernels.rotary import rotary_frequencies
 
 RESTORE = "remove it, or leave the tower to transformers (restore_vision_tower)"
+
+
+def is_tower(module: nn.Module) -> bool:
+    """Whether this is a vision tower of transformers whose forward ours equals."""
+    return any(kind.__name__ in TOWERS for kind in type(module).__mro__)
+
+
+def config_of(tower: Any) -> VisionConfig:
+    """Geometry of a tower of transformers.
+
+    Raises:
+        ValueError: another kind of tower, naming those that are supported.
+    """
+    if not is_tower(tower):
+        raise ValueError(f"{type(tower).__name__} is another kind of tower; {SUPPORTED}")
+    return VisionConfig.from_dict(tower.config.to_dict())
 
 
 def why_not_shareable(tower: nn.Module, config: VisionConfig) -> str | None:
@@ -29,17 +46,18 @@ def why_not_shareable(tower: nn.Module, config: VisionConfig) -> str | None:
     with torch.device("meta"):
         ours = dict(VisionModules(config).named_parameters())
     theirs = dict(tower.named_parameters())
-    if different := sorted(ours.keys() ^ theirs.keys()):
+    if different := sorted(ours.keys() ^ set(map(our_name, theirs))):
         return f"the tower's parameters differ in {', '.join(different[:3])}"
     dtype = theirs["pos_embed.weight"].dtype
     for name, parameter in theirs.items():
-        kept_exact = "norm" in name and parameter.dtype == torch.float32
+        kept_exact = "norm" in our_name(name) and parameter.dtype == torch.float32
         if (parameter.dtype != dtype and not kept_exact) or not parameter.is_floating_point():
             return f"the tower's {name} has dtype {parameter.dtype}, others {dtype}"
-        if parameter.numel() != ours[name].numel() or parameter.shape[0] != ours[name].shape[0]:
+        wanted = ours[our_name(name)]
+        if parameter.numel() != wanted.numel() or parameter.shape[0] != wanted.shape[0]:
             return (
                 f"the tower's {name} has shape {tuple(parameter.shape)}, the config wants "
-                f"{tuple(ours[name].shape)}"
+                f"{tuple(wanted.shape)}"
             )
     return None
 
@@ -60,8 +78,8 @@ def why_not_transformers(tower: Any, config: VisionConfig) -> str | None:
         return f"the tower's rotary_pos_emb.inv_freq is not that of theta {config.rope_theta}"
     x = torch.linspace(-4, 4, 33, device="cpu", dtype=torch.float32)
     for name, module in tower.named_modules():
-        if name.endswith("act_fn"):
-            kind = "tanh" if ".mlp." in name else "none"
+        if our_name(name).endswith("act_fn"):
+            kind = "tanh" if name.endswith(".mlp.act_fn") else "none"
             if not _close(module(x), F.gelu(x, approximate=kind)):
                 what = "tanh-GELU" if kind == "tanh" else "GELU"
                 return f"the tower's {name} is {module}, vitgraph computes {what}"

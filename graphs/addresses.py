@@ -11,11 +11,12 @@ from torch import Tensor, nn
 class Addresses:
     """Where every parameter and buffer of a module was when this was made.
 
-    That memory stays allocated as long as this exists: a replay may be under way while it is
-    looked at, and must not read what somebody else writes.
+    Args:
+        keep: leave that memory allocated as long as this exists: a replay may be under way while
+            it is looked at, and must not read what somebody else writes.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, keep: bool = False) -> None:
         tensors = [
             (owner, name, f"{path}.{name}".lstrip("."))
             for path, part in module.named_modules()
@@ -25,7 +26,7 @@ class Addresses:
         ]
         self._owners, self._names, self._paths = (list(column) for column in _columns(tensors))
         self._addresses = [owner[name].data_ptr() for owner, name, _ in tensors]
-        self._storages = [owner[name].untyped_storage() for owner, name, _ in tensors]
+        self._kept = [owner[name].untyped_storage() for owner, name, _ in tensors if keep]
 
     def __len__(self) -> int:
         """Tensors that are watched."""

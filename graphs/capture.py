@@ -75,7 +75,7 @@ class BudgetGraphs:
         self.dropped = tuple(sorted(dropped))
         module = getattr(self.model, "module", self.model)
         if isinstance(module, nn.Module):
-            self._module, self._addresses = module, Addresses(module)
+            self._module, self._addresses = module, Addresses(module, keep=True)
             self._structure = Structure(module)
 
     def replay(

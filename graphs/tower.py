@@ -1,10 +1,11 @@
-"""Put the encoder under a transformers Qwen3-VL model, and take it out again.
+"""Put the encoder under a model of transformers with this kind of tower, and take it out again.
 
 The model keeps its own tower module: names, weights, state_dict and device moves stay what they
 were. Only the tower's class changes, to one whose `forward` goes through a graph manager.
 """
 
 import copyreg
+import sys
 import warnings
 import weakref
 from typing import Any, SupportsIndex
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from vitgraph.encoder import Qwen3VLVisionEncoder
-from vitgraph.encoder.sharing import RESTORE, why_not_transformers
+from vitgraph.encoder.config import SUPPORTED
+from vitgraph.encoder.sharing import RESTORE, is_tower, why_not_transformers
 from vitgraph.encoder.structure import Structure
 from vitgraph.graphs.addresses import Addresses
 from vitgraph.graphs.config import CompilationConfig
@@ -120,10 +122,6 @@ class VisionTower(nn.Module):
         if asked := _asked(self.config, kwargs):
             self.vitgraph.warn(f"transformers' own vision tower runs where {asked} is asked for")
             return super().forward(hidden_states, grid_thw=grid_thw, **kwargs)
-        from transformers.models.qwen3_vl.modeling_qwen3_vl import (
-            BaseModelOutputWithDeepstackFeatures,
-        )
-
         batch = {"pixel_values": hidden_states, "image_grid_thw": grid_thw}
         rows, _ = self.vitgraph.manager.encode(batch)
         if torch.is_grad_enabled():
@@ -131,7 +129,12 @@ class VisionTower(nn.Module):
             if learns:
                 rows = _WarnOfGradients.apply(rows, learns[0], self.vitgraph)
         merged, *levels = rows.split(self.config.out_hidden_size, dim=1)
-        return BaseModelOutputWithDeepstackFeatures(pooler_output=merged, deepstack_features=levels)
+        if hasattr(self, "deepstack_merger_list"):  # the model reads its features, if only none
+            output = sys.modules[_own_class(self).__module__].BaseModelOutputWithDeepstackFeatures
+            return output(pooler_output=merged, deepstack_features=levels)
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+        return BaseModelOutputWithPooling(pooler_output=merged)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Copies and pickles are transformers' own, without what serves this one."""
@@ -153,10 +156,9 @@ def replace_vision_tower(
     change in place; after they moved (by `.to`, say) graphs raise until the manager captures again.
 
     Args:
-        model: transformers' `Qwen3VLForConditionalGeneration`,
-            `Qwen3VLMoeForConditionalGeneration`, their base models, the tower itself, or what
-            wraps one of them (peft, DistributedDataParallel); on the device and in the dtype it
-            will run in.
+        model: any of transformers' whose vision tower is one of `vitgraph.encoder.TOWERS`
+            (Qwen3-VL, Qwen3.5, Qwen3-Omni), its base model, the tower itself, or what wraps one
+            of them (peft, DistributedDataParallel); on the device and in the dtype it will run in.
         config: graphs are captured at once where it says so.
         attention, batch_invariant: of the encoder, see `Qwen3VLVisionEncoder`.
 
@@ -164,8 +166,9 @@ def replace_vision_tower(
         The manager, for its statistics. `restore_vision_tower(model)` undoes the replacement.
 
     Raises:
-        ValueError: a model without a Qwen3-VL vision tower, one that was replaced already, or one
-            with something on it that would be left out (adapters, hooks, other classes), by name.
+        ValueError: a model without such a tower, naming those that are supported; one that was
+            replaced already, or one with something on it that would be left out (adapters, hooks,
+            other classes), by name.
     """
     tower = _tower(model)
     if isinstance(tower, VisionTower):
@@ -213,9 +216,9 @@ def _asked(config: Any, keywords: dict[str, Any]) -> str | None:
 def _tower(model: nn.Module) -> Any:
     """The one vision tower of a model, wherever it is."""
     parts = model.modules() if isinstance(model, nn.Module) else ()
-    towers = [part for part in parts if hasattr(part, "deepstack_merger_list")]
+    towers = [part for part in parts if is_tower(part)]
     if not towers:
-        raise ValueError(f"{type(model).__name__} has no Qwen3-VL vision tower")
+        raise ValueError(f"{type(model).__name__} has no vision tower of this kind; {SUPPORTED}")
     if len(towers) > 1:
         raise ValueError(
             f"{type(model).__name__} has {len(towers)} vision towers: pass the model that holds "

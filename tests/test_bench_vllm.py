@@ -1,5 +1,6 @@
 """The scripts that drive vLLM's engines, without vLLM: processes, lanes, what counts as equal."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -9,8 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
-from vitgraph.bench import vllm_engine, vllm_lanes, vllm_mm_processor
+from vitgraph.bench import dummy_model, vllm_engine, vllm_inside, vllm_lanes, vllm_mm_processor
+from vitgraph.encoder import GEOMETRIES, VisionConfig
 
 ENGINE = """
     import json, os, sys, time
@@ -245,3 +249,25 @@ def test_table_of_vllms_tool() -> None:
         "\nwhy", "\n\nwhy"
     )
     assert "no time for: FLASHINFER eager vllm" in table
+
+
+@pytest.mark.parametrize("family", dummy_model.FAMILIES)
+def test_a_dummy_checkpoint_is_a_model_of_its_family(family, tmp_path, monkeypatch) -> None:
+    """Its tower is the geometry's, and the engine's random weights are the model's."""
+    levels = () if "3_5" in family else (0, 2)
+    tower = dataclasses.replace(GEOMETRIES["tiny"], deepstack_visual_indexes=levels)
+    monkeypatch.setitem(GEOMETRIES, "small", tower)
+    folder = dummy_model.write_model(tmp_path, "small", family)
+    assert VisionConfig.from_pretrained(folder) == tower
+    config = transformers.AutoConfig.from_pretrained(folder)
+    assert config.architectures == [family] and type(config) is dummy_model.FAMILIES[family]
+    model = getattr(transformers, family)(config)
+    weights = dict(vllm_inside.random_checkpoint(config, torch.device("cpu")))
+    model.load_state_dict(weights)
+    norm = weights["model.language_model.norm.weight"].float().mean()
+    assert abs(norm - (0 if "3_5" in family else 1)) < 0.01  # one, as the layer counts it
+
+
+def test_a_dummy_with_deepstack_is_no_qwen3_5(tmp_path) -> None:
+    with pytest.raises(ValueError, match="geometry 8b has deepstack, Qwen3_5"):
+        dummy_model.write_model(tmp_path, "8b", "Qwen3_5ForConditionalGeneration")

@@ -58,7 +58,10 @@ def test_links_lead_somewhere(page) -> None:
     assert links
     for link in links:
         if not link.startswith("https://"):
-            assert (ROOT / page).parent.joinpath(link).exists(), link
+            file, _, heading = link.partition("#")
+            found = (ROOT / page).parent / file
+            assert found.exists(), link
+            assert not heading or f"\n## {heading.capitalize()}\n" in found.read_text(), link
 
 
 @pytest.mark.parametrize(("page", "command"), sorted(set(commands())))

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from vitgraph.bench.workloads import WORKLOADS, image_grid
+from vitgraph.encoder import config
 from vitgraph.graphs.metrics import FAMILIES
+from vitgraph.graphs.vllm_plugin.names import ARCHITECTURES
 from vitgraph.graphs.vllm_plugin.report import V2_SINCE
 from vitgraph.kernels.launch import GLUON_RELEASES
 
@@ -261,6 +263,17 @@ def test_the_triton_releases_of_the_hopper_tier() -> None:
     assert says(README, words) and says(PLUGIN, words)
 
 
+def test_models() -> None:
+    """Every tower and every class of vLLM's is in the table; vllm_contract.py checks releases."""
+    rows = table("| model | deepstack | checkpoint |", GRAPHS)
+    towers = [name for row in rows for name in re.findall(r"`(\w+)`", row[3])]
+    classes = [name for row in rows for name in re.findall(r"`(\w+)` 0\.\d\d", row[4])]
+    assert sorted(towers) == sorted(config.TOWERS) and sorted(classes) == sorted(ARCHITECTURES)
+    supported = " ".join(config.TOWERS.values())
+    for model, *_ in (row for row in rows if row[3].startswith("`")):
+        assert re.match(r"[\w-]+", model)[0] in supported
+
+
 def test_model_runners_of_vllm_releases() -> None:
     """The table of releases, against what doctor goes by; vllm_modes.py asks vLLM itself."""
     rows, seen = table("| vLLM | torch | triton |", PLUGIN), []
@@ -268,7 +281,9 @@ def test_model_runners_of_vllm_releases() -> None:
         first, last = (int(release[2:]) for release in (releases.split(" - ") * 2)[:2])
         seen += range(first, last + 1)
         assert (tier == "tested") == f"{triton}.0".startswith(GLUON_RELEASES)
-        for runner, since in zip(runners, V2_SINCE.values(), strict=True):
+        dense, moe, hybrid = V2_SINCE.values()
+        assert moe == hybrid  # one column
+        for runner, since in zip(runners, (dense, moe), strict=True):
             for minor in (first, last):
                 v2 = "V2" if minor >= 28 else "V2, no encoder graphs"
                 assert runner == (v2 if (0, minor) >= since else "V1")

@@ -45,10 +45,23 @@ def test_inside_a_real_release(release) -> None:
 
 @pytest.fixture
 def registry(monkeypatch):
-    """A vLLM that only knows its registry."""
+    """A vLLM that only knows its registry: models of a release that has not all of ours."""
+    models = {
+        architecture: SimpleNamespace(module_name=module, class_name=name)
+        for architecture, (module, name) in vllm_plugin.ARCHITECTURES.items()
+        if "InternS2" not in architecture
+    }
+    models["Qwen2VLForConditionalGeneration"] = SimpleNamespace(module_name="a", class_name="B")
     found: dict[str, str] = {}
+
+    def register_model(architecture: str, name: str) -> None:
+        assert architecture not in models, "vLLM warns of a model that is there already"
+        found[architecture] = name
+        module, _, kind = name.partition(":")
+        models[architecture] = SimpleNamespace(module_name=module, class_name=kind)
+
     vllm = ModuleType("vllm")
-    vllm.ModelRegistry = SimpleNamespace(register_model=found.__setitem__)
+    vllm.ModelRegistry = SimpleNamespace(models=models, register_model=register_model)
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.delenv("VITGRAPH_DISABLE", raising=False)
     monkeypatch.setattr(metrics, "publish", lambda: None)  # in the registry of this process
@@ -60,9 +73,25 @@ def test_models_are_registered_by_name(registry) -> None:
         vllm_plugin.register()
     module = "vitgraph.graphs.vllm_plugin.models"
     assert registry == {
-        "Qwen3VLForConditionalGeneration": f"{module}:Qwen3VLForConditionalGeneration",
-        "Qwen3VLMoeForConditionalGeneration": f"{module}:Qwen3VLMoeForConditionalGeneration",
+        architecture: f"{module}:{name}"
+        for architecture, (_, name) in vllm_plugin.ARCHITECTURES.items()
+        if "InternS2" not in architecture  # which this release has not
     }
+    thinker = f"{module}:Qwen3OmniMoeThinkerForConditionalGeneration"
+    assert registry["Qwen3OmniMoeForConditionalGeneration"] == thinker
+
+
+def test_a_registry_that_refuses_keeps_vllms_models(registry, caplog) -> None:
+    import vllm
+
+    def refuse(*_: str) -> None:
+        raise TypeError("another signature")
+
+    vllm.ModelRegistry.register_model = refuse
+    before = dict(vllm.ModelRegistry.models)
+    vllm_plugin.register()
+    assert vllm.ModelRegistry.models == before
+    assert "vLLM's own vision tower serves (TypeError: another signature)" in caplog.text
 
 
 @pytest.mark.parametrize("value", ["1", "true", "yes"])
@@ -78,7 +107,7 @@ def test_metrics_that_fail_keep_nobody_from_serving(registry, monkeypatch, caplo
 
     monkeypatch.setattr(metrics, "publish", fail)
     vllm_plugin.register()
-    assert len(registry) == 2
+    assert len(registry) > 2
     assert "vitgraph: no metrics: OSError: [Errno 28] No space left on device" in caplog.text
 
 
@@ -168,6 +197,13 @@ def test_who_serves(config, served, graphs) -> None:
     assert wrapper.replicate_tower(config) == 3
     mode = config.model_config.multimodal_config.mm_encoder_tp_mode
     assert mode == ("data" if served else "weights")
+
+
+def test_a_tower_that_vllm_cannot_replicate_stays_split() -> None:
+    """Qwen3-Omni's: in "data" mode vLLM would split half of its layers."""
+    config = make_config()
+    assert wrapper.replicate_tower(config, False) == 3
+    assert config.model_config.multimodal_config.mm_encoder_tp_mode == "weights"
 
 
 def test_sdpa_on_a_gpu_has_no_graphs() -> None:

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import vllm.distributed.parallel_state as parallel_state
-from vllm_harness import Replay, captured_graphs, check, stub_capture
+from vllm_harness import MINOR, Replay, captured_graphs, check, stub_capture
 
 from vitgraph.bench import report, vllm_tower
 from vitgraph.bench.systems import Setup
 from vitgraph.bench.workloads import make_batch
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 
+pytestmark = pytest.mark.skipif(MINOR < 23, reason="it runs vLLM's manager as of 0.23")
 SETUP = {"budgets": (64, 128, 256), "max_items": 8, "backends": ("TORCH_SDPA",)}
 
 

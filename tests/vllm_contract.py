@@ -1,20 +1,26 @@
 """The plugin inside a real vLLM release: tower and graphs. vllm_releases.py runs it."""
 
+import importlib
 import logging
+import re
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import vllm.model_executor.models.qwen3_vl as dense
-import vllm.model_executor.models.qwen3_vl_moe as moe
 from vllm import ModelRegistry
+from vllm.model_executor.models import adapters, registry
 from vllm.model_executor.models.interfaces import supports_encoder_cudagraph
 from vllm_harness import (
     BATCHES,
     BUDGETS,
     ITEMS,
     MINOR,
+    NAMES,
+    OF_THIS_RELEASE,
+    OMNI,
+    builds_this_tower,
     captured_graphs,
     check,
     make_batch,
@@ -24,6 +30,7 @@ from vllm_harness import (
 )
 
 from vitgraph.graphs.vllm_plugin import ARCHITECTURES, MODELS, register
+from vitgraph.graphs.vllm_plugin import models as ours
 from vitgraph.graphs.vllm_plugin import tower as tower_module
 from vitgraph.graphs.vllm_plugin.protocol import detect_shape
 
@@ -36,16 +43,61 @@ def test_the_release_is_recognised() -> None:
 def test_registration_twice() -> None:
     register()
     register()
-    for architecture in ARCHITECTURES:
+    for architecture in OF_THIS_RELEASE:
         entry = ModelRegistry.models[architecture]
-        assert (entry.module_name, entry.class_name) == (MODELS, architecture)
-        found = entry.load_model_cls()
-        assert issubclass(found, getattr(dense, architecture, getattr(moe, architecture, None)))
-        assert found is not getattr(dense, architecture, None)
-        assert hasattr(found, "_processor_factory")
+        assert (entry.module_name, entry.class_name) == (MODELS, ARCHITECTURES[architecture][1])
+    assert ARCHITECTURES.keys() - OF_THIS_RELEASE == ARCHITECTURES.keys() - ModelRegistry.models
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_registry_names_the_same_classes() -> None:
+    """As vLLM has it, before anything was registered."""
+    prefix = "vllm.model_executor.models."
+    for architecture, (module, name) in ARCHITECTURES.items():
+        if architecture in registry._VLLM_MODELS:
+            theirs, same = registry._VLLM_MODELS[architecture][:2]
+            assert (theirs if theirs.startswith("vllm.") else prefix + theirs, same) == (
+                module,
+                name,
+            )
+    assert {"Qwen3_5ForConditionalGeneration", "ColQwen3"} <= set(OF_THIS_RELEASE)
+
+
+def test_no_class_of_vllms_with_this_tower_is_left_out() -> None:
+    """Every model that vLLM's registry names whose class builds one of the two towers, or is a
+    subclass of one that does; but for one whose merger has no parameters."""
+    found = {
+        architecture
+        for architecture, (_, name, *_) in registry._VLLM_MODELS.items()
+        if builds_this_tower(name)
+    }
+    assert found - {"BailingMoeV3VLForConditionalGeneration"} == set(OF_THIS_RELEASE)
+
+
+def test_the_documentation_says_which_release_has_what() -> None:
+    page = (Path(__file__).parents[1] / "graphs" / "README.md").read_text()
+    said = re.findall(r"`(\w+)` 0\.(\d\d)( \(made only\))?", page)
+    assert [name for name, first, _ in said if int(first) <= MINOR] == [
+        name for name, *_ in said if name in OF_THIS_RELEASE
+    ]
+    built = {name for name, _, made in said if not made}
+    assert {a for a in OF_THIS_RELEASE if ARCHITECTURES[a][1] in NAMES} == built & {
+        *OF_THIS_RELEASE
+    }
+
+
+@pytest.mark.parametrize("architecture", OF_THIS_RELEASE)
+def test_classes_are_made_when_asked_for(architecture) -> None:
+    register()
+    module, name = ARCHITECTURES[architecture]
+    theirs = getattr(importlib.import_module(module), name)
+    found = ModelRegistry.models[architecture].load_model_cls()
+    assert issubclass(found, theirs) and found is not theirs
+    assert found._processor_factory is theirs._processor_factory
+    assert supports_encoder_cudagraph(found)
+    assert getattr(ours, name) is found and found.__name__ == name
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_our_tower_equals_vllms(name, make_model, caplog) -> None:
     with caplog.at_level(logging.INFO, logger="vllm.plugins.vitgraph"):
         model = make_model(name)
@@ -60,6 +112,68 @@ def test_our_tower_equals_vllms(name, make_model, caplog) -> None:
         {"type": "pixel_values", "pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
     )
     check(parts, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_graphs_of_every_model(name, make_model, make_manager) -> None:
+    model = make_model(name)
+    manager = make_manager(model)
+    assert model.test_config.compilation_config.cudagraph_mm_encoder
+    images_only = name == "CohereCompassForConditionalGeneration"
+    modalities = ["image"] if images_only else ["image", "video"]
+    assert manager.config.modalities == modalities
+    for modality in modalities:
+        grids = [(3, 4, 6) if modality == "video" else (1, 4, 4), (1, 2, 1026), (1, 16, 16)]
+        batch = make_batch(grids, modality)
+        expected = truth(model, next(iter(batch.values())), grids)
+        manager.graph_hits = manager.graph_misses = 0
+        check(manager.execute(batch), expected)
+        assert (manager.graph_hits, manager.graph_misses) == (2, 1)
+
+
+@pytest.mark.parametrize("use", ["as_embedding_model", "as_seq_cls_model"])
+@pytest.mark.parametrize("name", [n for n in NAMES if re.match("Qwen3(VL|_5)", n)])
+def test_models_that_embed_or_rank(name, use, make_model, make_manager) -> None:
+    """As vLLM makes them of the registered classes, for Qwen3-VL-Embedding and -Reranker."""
+    kind = getattr(adapters, use)(getattr(ours, name))
+    assert kind.is_pooling_model and issubclass(kind, getattr(ours, name))
+    model = make_model(name, classes=SimpleNamespace(**{name: kind}))
+    grids = [(1, 4, 4), (1, 16, 16)]
+    batch = make_batch(grids)
+    expected = truth(model, batch["pixel_values"], grids)
+    manager = make_manager(model)
+    check(manager.execute(batch), expected)
+    assert (manager.graph_hits, manager.graph_misses) == (2, 0)
+
+
+def test_omni_without_our_tower_has_no_graphs(make_model, caplog) -> None:
+    model = make_model(OMNI, lora=True)
+    assert model.vitgraph is None
+    assert not model.test_config.compilation_config.cudagraph_mm_encoder
+    assert "this model of vLLM's has none" in caplog.text
+    batch = make_batch([(1, 4, 4)])
+    check(
+        [model.visual(batch["pixel_values"], torch.tensor([[1, 4, 4]]))],
+        truth(model, batch["pixel_values"], [(1, 4, 4)]),
+    )
+
+
+def test_omni_goes_back_to_vllms_tower(make_model, make_manager) -> None:
+    """What is put on it after loading runs there, in packs too, though vLLM has no graphs."""
+    model = make_model(OMNI)
+    manager = make_manager(model)
+    called: list[int] = []
+    model.visual.merger.ln_q.register_forward_hook(lambda *_: called.append(1))
+    grids = [(1, 4, 4), (1, 8, 8)]
+    batch = make_batch(grids)
+    expected = truth(model, batch["pixel_values"], grids)
+    called.clear()
+    if not detect_shape().item_specs:
+        with pytest.raises(RuntimeError, match=r"merger\.ln_q has 1 forward hook"):
+            manager.execute(batch)
+        return
+    check(manager.execute(batch), expected)
+    assert called
 
 
 def test_weights_come_through_vllms_loader(make_model) -> None:

@@ -4,11 +4,15 @@ vLLM's own tower, run by its own code on the same weights, is the truth that out
 with. Capture is the one thing that is not real: a replay runs the captured forward again.
 """
 
+import ast
 import functools
+import importlib
 import logging
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +21,10 @@ import vllm_releases
 vllm_releases.install()
 
 import vllm.model_executor.models.qwen3_vl as dense  # noqa: E402
-import vllm.model_executor.models.qwen3_vl_moe as moe  # noqa: E402
 import vllm.v1.worker.encoder_cudagraph as graphs  # noqa: E402
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config  # noqa: E402
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig  # noqa: E402
+from vllm import ModelRegistry  # noqa: E402
 from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.config.multimodal import MultiModalConfig  # noqa: E402
 from vllm.distributed import (  # noqa: E402
@@ -27,15 +32,32 @@ from vllm.distributed import (  # noqa: E402
     initialize_model_parallel,
 )
 from vllm.distributed.device_communicators import shm_broadcast  # noqa: E402
+from vllm.model_executor.layers import pooler  # noqa: E402
 from vllm.version import __version__ as RELEASE  # noqa: E402
 
 from vitgraph.encoder import GEOMETRIES  # noqa: E402
+from vitgraph.graphs.vllm_plugin import ARCHITECTURES  # noqa: E402
 from vitgraph.graphs.vllm_plugin import models as ours  # noqa: E402
+from vitgraph.graphs.vllm_plugin import tower as tower_module  # noqa: E402
 from vitgraph.graphs.vllm_plugin import wrapper as wrapper_module  # noqa: E402
 
 MINOR = int(RELEASE.split(".")[1])
 BUDGETS, ITEMS = [64, 128, 512], 8
 VISION = GEOMETRIES["tiny"].to_dict()
+OF_THIS_RELEASE = [name for name in ARCHITECTURES if name in ModelRegistry.models]
+# Of the classes those whose tower has no deepstack, and Qwen3-Omni's.
+WITHOUT_DEEPSTACK = {
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+    "Qwen4ExpForConditionalGeneration",
+    "InternS2PreviewForConditionalGeneration",
+    "InternS2MobiusForConditionalGeneration",
+    "ColQwen3_5Model",
+    "ClefFlashForJointSchema",
+    "D3ForSequenceClassification",
+}
+OMNI = "Qwen3OmniMoeThinkerForConditionalGeneration"
+NAMES = list(dict.fromkeys(ARCHITECTURES[a][1] for a in OF_THIS_RELEASE))
 PROCESSOR = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]}
 BATCHES = {
     "below_every_budget": [(1, 4, 4)],
@@ -59,15 +81,73 @@ class LanguageModel(torch.nn.Module):
 
     def __init__(self, **_) -> None:
         super().__init__()
-        self.model = SimpleNamespace(start_layer=0)
+        self.model = SimpleNamespace(start_layer=0, layers=())
         self.start_layer = 0
+
+    def forward(self, input_ids, positions) -> None:
+        """Never called; by these methods vLLM knows a language model."""
+
+    embed_input_ids = forward
+
+
+class Part(torch.nn.Module):
+    """In the place of Qwen3-Omni's audio tower, and of heads that pool."""
+
+    def __init__(self, *_, **__) -> None:
+        super().__init__()
+
+
+STAND_INS = {
+    "cached_tokenizer_from_config": lambda *_: None,
+    "pooler_for_token_embed": Part,
+    **dict.fromkeys(("Qwen3OmniMoeAudioEncoder", "JointSchemaHead", "JointSchemaPooler"), Part),
+}
+
+
+def without_language() -> None:
+    """Take out of vLLM's models what needs compiled kernels or files of a checkpoint."""
+    for method in ("for_embedding", "for_seq_cls"):
+        setattr(pooler.DispatchPooler, method, Part)
+    kinds = [
+        getattr(importlib.import_module(module), name)
+        for module, name in (ARCHITECTURES[a] for a in OF_THIS_RELEASE)
+    ]
+    for kind in {base for built in kinds for base in built.__mro__}:
+        if "set_moe_parameters" in vars(kind):
+            kind.set_moe_parameters = lambda *_: None
+        module = sys.modules[kind.__module__]
+        if not module.__name__.startswith(("vllm.model_executor.models.", "vllm.models.")):
+            continue
+        for name in list(vars(module)):
+            if name in STAND_INS:
+                setattr(module, name, STAND_INS[name])
+            elif name.endswith("ForCausalLM") and isinstance(vars(module)[name], type):
+                setattr(module, name, LanguageModel)
+
+
+def hf_config_of(name: str) -> Any:
+    """What a model reads of its Hugging Face configuration."""
+    if name in WITHOUT_DEEPSTACK:
+        vision = {k: v for k, v in VISION.items() if k != "deepstack_visual_indexes"}
+        config = Qwen3_5Config(vision_config=vision)
+        if name.startswith("Qwen4Exp"):
+            config.vision_config.deepstack_visual_indexes = []
+        config.joint_head_config = {}
+        return config
+    config = Qwen3VLConfig(vision_config=VISION)
+    if name in (OMNI, "ClefOmniForJointSchema"):
+        config.vision_config.image_size = 16 * 48
+        config.vision_config.apply_vit_abs_pos_embed = True
+        config.audio_config = SimpleNamespace()
+        heads = {"joint_head_config": {}}
+        return SimpleNamespace(thinker_config=config, architectures=[name], **heads)
+    config.traj_ids, config.traj_vocab_size = {}, 0  # of Alpamayo
+    return config
 
 
 def join(rank: int, ranks: int, rendezvous: Path) -> None:
     """Make this process one of vLLM's ranks, without what a language model would need."""
-    dense.Qwen3LLMForCausalLM = moe.Qwen3MoeLLMForCausalLM = LanguageModel
-    dense.cached_tokenizer_from_config = moe.cached_tokenizer_from_config = lambda *_: None
-    moe.Qwen3VLMoeForConditionalGeneration.set_moe_parameters = lambda _: None
+    without_language()
     VllmConfig.with_hf_config = lambda config, *_, **__: config
     shm_broadcast.MessageQueue.create_from_process_group = lambda *_, **__: None  # needs ZeroMQ
     with set_current_vllm_config(VllmConfig()):
@@ -84,7 +164,7 @@ def _process(tmp_path_factory) -> None:
 def _vllm_log_is_seen(monkeypatch) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     wrapper_module._warn_once.cache_clear()
-    wrapper_module._name_memory.cache_clear()
+    tower_module._name_memory.cache_clear()
 
 
 def build_model(
@@ -102,7 +182,7 @@ def build_model(
     if hasattr(MultiModalConfig, "mm_device_do_normalize"):
         multimodal.setdefault("mm_device_do_normalize", False)
     config = VllmConfig()
-    hf_config = Qwen3VLConfig(vision_config=VISION)
+    hf_config = hf_config_of(name)
     multimodal_config = MultiModalConfig(**multimodal)
     config.model_config = SimpleNamespace(
         hf_config=hf_config,
@@ -112,6 +192,9 @@ def build_model(
         dtype=torch.float32,
         max_model_len=8192,
         enforce_eager=False,
+        pooler_config=SimpleNamespace(),
+        head_dtype=torch.float32,
+        get_hidden_size=lambda: 128,
         multimodal_config=multimodal_config,
         get_multimodal_config=lambda: multimodal_config,
     )
@@ -132,10 +215,11 @@ def build_model(
         module.cpu_linear = torch.nn.functional.linear  # set after loading, by a CPU build
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for weight in model.visual.parameters():
-            weight.normal_(std=0.05, generator=generator)
-            if weight.ndim == 1:
-                weight.add_(0.5)
+        for parameter, weight in model.visual.named_parameters():
+            sharp = ".qkv.weight" in parameter  # attention to few patches
+            weight.normal_(std=0.25 if sharp else 0.05, generator=generator)
+            if ("norm" in parameter or "ln_q" in parameter) and parameter.endswith("weight"):
+                weight.add_(1)
     return model
 
 
@@ -221,12 +305,12 @@ def make_batch(grids, modality="image", seed=1) -> dict:
 def truth(model, pixels, grids) -> list[torch.Tensor]:
     """vLLM's own tower on the same weights, one item at a time."""
     visual, rows = model.visual, []
+    theirs = next(kind for kind in type(visual).__mro__ if kind.__module__.startswith("vllm."))
     start = 0
     with torch.no_grad(), set_current_vllm_config(model.test_config):
         for t, h, w in grids:
-            metadata = visual.prepare_encoder_metadata([[t, h, w]])
             item = pixels[start : start + t * h * w]
-            rows.append(visual(item, None, encoder_metadata=metadata))
+            rows.append(theirs.forward(visual, item, torch.tensor([[t, h, w]])))
             start += t * h * w
     return rows
 
@@ -235,6 +319,38 @@ def check(outputs, expected) -> None:
     assert len(outputs) == len(expected)
     for output, rows in zip(outputs, expected, strict=True):
         torch.testing.assert_close(output, rows, rtol=1e-4, atol=1e-4)
+
+
+@functools.cache
+def _classes() -> tuple[dict[str, list[str]], set[str]]:
+    """Bases of every class in vLLM's model files by name, and those that build such a tower."""
+    root = Path(dense.__file__).parents[2]
+    files = [*root.glob("model_executor/models/*.py"), *root.glob("models/*/nvidia/model.py")]
+    towers = ("Qwen3_VisionTransformer", "Qwen3Omni_VisionTransformer", "Cohere_VisionTransformer")
+    bases: dict[str, list[str]] = {}
+    builders = set()
+    for file in files:
+        text = file.read_text()
+        if "ision" not in text and "Qwen3" not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] = [ast.unparse(base) for base in node.bases]
+                called = (n.func for n in ast.walk(node) if isinstance(n, ast.Call))
+                if any(isinstance(f, ast.Name) and f.id in towers for f in called):
+                    builders.add(node.name)
+            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):  # an alias
+                bases |= {t.id: [node.value.id] for t in node.targets if isinstance(t, ast.Name)}
+    return bases, builders
+
+
+def builds_this_tower(name: str, seen: tuple[str, ...] = ()) -> bool:
+    """Whether a class of vLLM's, or one that it is derived from, builds the tower."""
+    bases, builders = _classes()
+    if name in builders:
+        return True
+    parents = (base for base in bases.get(name, ()) if base not in seen)
+    return any(builds_this_tower(base, (*seen, name)) for base in parents)
 
 
 @pytest.fixture

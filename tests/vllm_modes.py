@@ -17,6 +17,7 @@ from vllm_harness import (
     BUDGETS,
     ITEMS,
     MINOR,
+    OF_THIS_RELEASE,
     RELEASE,
     VISION,
     Replay,
@@ -28,7 +29,7 @@ from vllm_harness import (
     truth,
 )
 
-from vitgraph.graphs.vllm_plugin import ARCHITECTURES, MODELS
+from vitgraph.graphs.vllm_plugin import MODELS, report
 from vitgraph.graphs.vllm_plugin import models as ours
 from vitgraph.graphs.vllm_plugin import wrapper as wrapper_module
 from vitgraph.graphs.vllm_plugin.protocol import detect_shape
@@ -107,7 +108,7 @@ def test_weights_are_replicated(heads_divide, make_model, monkeypatch, caplog) -
     check([model.visual(*batch.values())], truth(model, batch["pixel_values"], [(1, 4, 4)]))
     if heads_divide:
         # Without that, the layers are split, which is seen and left to vLLM.
-        monkeypatch.setattr(wrapper_module, "replicate_tower", lambda _: ranks)
+        monkeypatch.setattr(wrapper_module, "replicate_tower", lambda *_: ranks)
         split = make_model(ranks=ranks)
         assert split.visual.blocks[0].attn.qkv.weight.shape == (3 * 72, 144)
         assert split.vitgraph is None
@@ -259,29 +260,30 @@ def test_an_import_that_fails_leaves_vllms_model(monkeypatch, caplog) -> None:
     monkeypatch.setitem(sys.modules, "vitgraph.graphs.vllm_plugin.wrapper", None)
     monkeypatch.delitem(sys.modules, MODELS)
     broken = importlib.import_module(MODELS)
-    assert broken.Qwen3VLForConditionalGeneration is dense.Qwen3VLForConditionalGeneration
-    assert broken.Qwen3VLMoeForConditionalGeneration is moe.Qwen3VLMoeForConditionalGeneration
+    for _ in range(2):
+        assert broken.Qwen3VLForConditionalGeneration is dense.Qwen3VLForConditionalGeneration
     lines = [r for r in caplog.records if "vLLM's own vision tower serves" in r.getMessage()]
     assert len(lines) == 1
+    assert broken.Qwen3VLMoeForConditionalGeneration is moe.Qwen3VLMoeForConditionalGeneration
+    with pytest.raises(AttributeError, match="has no attribute 'Qwen2VL"):
+        broken.Qwen2VLForConditionalGeneration  # noqa: B018 - it raises
 
 
 def test_doctor(monkeypatch) -> None:
     """KNOWN_FAILURES 27: what would serve can be asked for."""
-    from vitgraph.graphs.vllm_plugin import report
-
     plugin = SimpleNamespace(name="vitgraph", value="vitgraph.graphs.vllm_plugin:register")
     monkeypatch.setattr(report, "entry_points", lambda group: [plugin])
     monkeypatch.setenv("VLLM_PLUGINS", "other,vitgraph")
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     lines = report.report()
     assert lines["vLLM"] == RELEASE
-    assert lines["tower"].startswith("vitgraph, for Qwen3VLForConditionalGeneration and")
+    assert lines["tower"] == f"vitgraph, for {', '.join(OF_THIS_RELEASE)}"
     assert lines["protocol"] == f"encoder graphs of vLLM {detect_shape().releases}"
     assert "TORCH_SDPA -> sdpa (eager)" in lines["attention"]
     assert lines["kernels"] == "torch on cpu"
     assert lines["metrics"] == "vitgraph_encoder_* on vLLM's /metrics"
     none = "; V2 of this release has no encoder graphs: set VLLM_USE_V2_MODEL_RUNNER=0"
-    mixed = "V2 for dense models, V1 for MoE"
+    mixed = "V2 for dense models, V1 for MoE and Qwen3.5"
     by_default = (
         "V1" if MINOR < 25 else mixed + (none if MINOR < 28 else "") if MINOR < 29 else "V2"
     )
@@ -292,7 +294,9 @@ def test_doctor(monkeypatch) -> None:
     assert report.report()["model runner"] == "V1"
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     assert report.report()["model runner"] == "V2" + (none if MINOR < 28 else "")
-    monkeypatch.setattr(ours, ARCHITECTURES[0], dense.Qwen3VLForConditionalGeneration)
+    name = "Qwen3VLForConditionalGeneration"
+    getattr(ours, name)  # made, so that it is there to be put back
+    monkeypatch.setattr(ours, name, dense.Qwen3VLForConditionalGeneration)
     assert "cannot be imported" in report.report()["tower"]
     monkeypatch.setenv("VITGRAPH_DISABLE", "1")
     assert report.report() == {
@@ -308,8 +312,6 @@ def test_doctor_knows_what_vllm_loads(plugins, monkeypatch) -> None:
 
     from vllm.plugins import load_plugins_by_group
 
-    from vitgraph.graphs.vllm_plugin import report
-
     entry = importlib.metadata.EntryPoint("vitgraph", report.PLUGIN, "vllm.general_plugins")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry])
     monkeypatch.setattr(report, "entry_points", lambda group: [entry])
@@ -324,11 +326,9 @@ def test_doctor_knows_what_vllm_loads(plugins, monkeypatch) -> None:
 
 @pytest.mark.skipif(MINOR < 22, reason="vLLM 0.22 is the first to choose a model runner by itself")
 @pytest.mark.parametrize("asked", [None, "0", "1"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", report.V2_SINCE)
 def test_doctor_knows_which_model_runner_vllm_takes(architecture, asked, monkeypatch) -> None:
     import vllm.config.vllm as configuration
-
-    from vitgraph.graphs.vllm_plugin import report
 
     class Model(SimpleNamespace):
         """A model that generates text and asks for nothing else."""
@@ -343,7 +343,10 @@ def test_doctor_knows_which_model_runner_vllm_takes(architecture, asked, monkeyp
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
     config = configuration.VllmConfig()
     config.model_config = Model(
-        architectures=[architecture], runner_type="generate", is_moe="Moe" in architecture
+        architectures=[architecture],
+        runner_type="generate",
+        is_moe="Moe" in architecture,
+        is_hybrid="Qwen3_5" in architecture,
     )
     assert (report.runner(architecture) == "V2") == config.use_v2_model_runner
 

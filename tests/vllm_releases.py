@@ -29,9 +29,9 @@ PACKAGES = """
 """
 # Imported by vLLM, never used on the way to a vision tower.
 ABSENT = """
-    aiohttp anthropic blake3 cpuinfo cv2 depyf distro fastapi gguf httpx httpx2 ijson jsonschema
-    lark llguidance mcp mistral_common openai openai_harmony opentelemetry outlines_core
-    partial_json_parser pybase64 pythonjsonlogger requests setproctitle sniffio
+    aiohttp anthropic blake3 compressed_tensors cpuinfo cv2 depyf distro fastapi gguf httpx
+    httpx2 ijson jsonschema lark llguidance mcp mistral_common openai openai_harmony opentelemetry
+    outlines_core partial_json_parser pybase64 pythonjsonlogger requests setproctitle sniffio
     starlette tiktoken torchvision tvm_ffi urllib3 uvicorn uvloop watchfiles xgrammar zmq
 """
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (17, 28, 31, 34, 35)]

@@ -30,7 +30,7 @@ def demo(args: argparse.Namespace, console: Console) -> int:
     device, dtype, geometry = choose(args)
     on_gpu = device.type == "cuda"
     console.print(
-        f"Qwen3-VL {geometry} vision tower, random weights, {dtype} on {_name(device)}; "
+        f"vision tower of {geometry}, random weights, {dtype} on {_name(device)}; "
         f"attention {args.attention}",
         highlight=False,
     )

@@ -1,4 +1,4 @@
-"""vLLM plugin: Qwen3-VL's vision tower through vitgraph.
+"""vLLM plugin: the vision tower of Qwen3-VL and its kin through vitgraph.
 
 vLLM calls `register` in each of its processes (entry point group `vllm.general_plugins`), possibly
 twice. Nothing heavy is imported here: the models are registered by name, and vLLM imports them when
@@ -22,8 +22,15 @@ def register() -> None:
     try:
         from vllm import ModelRegistry
 
-        for architecture in ARCHITECTURES:
-            ModelRegistry.register_model(architecture, f"{MODELS}:{architecture}")
+        theirs = ModelRegistry.models
+        for architecture, (_, name) in ARCHITECTURES.items():
+            # Of those that this release has; what was registered before is warned of at each.
+            if getattr(theirs.get(architecture), "module_name", MODELS) != MODELS:
+                entry = theirs.pop(architecture)
+                try:
+                    ModelRegistry.register_model(architecture, f"{MODELS}:{name}")
+                finally:
+                    theirs.setdefault(architecture, entry)
     except Exception as error:
         logger.warning(
             "vitgraph: not registered, vLLM's own vision tower serves (%s: %s)",

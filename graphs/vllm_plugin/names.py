@@ -9,7 +9,42 @@ from typing import Any
 logger = logging.getLogger("vllm.plugins.vitgraph")
 
 MODELS = "vitgraph.graphs.vllm_plugin.models"
-ARCHITECTURES = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
+# vLLM's models with this tower: name in its registry, module, class where that is another name.
+# A release has some of them.
+_MODELS = (
+    ("Qwen3VLForConditionalGeneration", "qwen3_vl", ""),
+    ("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", ""),
+    ("Qwen3_5ForConditionalGeneration", "qwen3_5", ""),
+    ("Qwen3_5MoeForConditionalGeneration", "qwen3_5", ""),
+    ("Qwen4ExpForConditionalGeneration", "vllm.models.qwen4_exp", ""),
+    (
+        "Qwen3OmniMoeForConditionalGeneration",
+        "qwen3_omni_moe_thinker",
+        "Qwen3OmniMoeThinkerForConditionalGeneration",
+    ),
+    ("InternS1ProForConditionalGeneration", "interns1_pro", ""),
+    ("InternS2PreviewForConditionalGeneration", "interns2_preview", ""),
+    ("InternS2MobiusForConditionalGeneration", "interns2_mobius", ""),
+    ("Cosmos3ForConditionalGeneration", "cosmos3", ""),
+    ("CohereCompassForConditionalGeneration", "cohere_compass", ""),
+    ("Alpamayo2Super", "alpamayo2_super", "Alpamayo2SuperForConditionalGeneration"),
+    # Models that embed, rank or classify; Qwen3-VL-Embedding and -Reranker are Qwen3-VL's class.
+    ("ColQwen3", "colqwen3", "ColQwen3Model"),
+    ("OpsColQwen3Model", "colqwen3", "ColQwen3Model"),
+    ("Qwen3VLNemotronEmbedModel", "colqwen3", "ColQwen3Model"),
+    ("ColQwen3_5", "colqwen3_5", "ColQwen3_5Model"),
+    ("ClefFlashForJointSchema", "clef_flash", ""),
+    ("ClefOmniForJointSchema", "clef_omni", ""),
+    ("D3ForSequenceClassification", "d3", ""),
+)
+# Name in the registry -> (module, class).
+ARCHITECTURES = {
+    architecture: (
+        module if "." in module else f"vllm.model_executor.models.{module}",
+        name or architecture,
+    )
+    for architecture, module, name in _MODELS
+}
 
 
 def is_disabled() -> bool:

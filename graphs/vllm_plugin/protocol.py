@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # what vLLM's classes have for `super()`; signatures differ b
         """A model's."""
 
         visual: Any
+        config: Any
+        multimodal_config: Any
         get_encoder_cudagraph_config: Callable[..., Any]
         select_encoder_cudagraph_items: Callable[..., Any]
         prepare_encoder_cudagraph_capture_inputs: Callable[..., Any]

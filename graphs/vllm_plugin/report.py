@@ -8,8 +8,13 @@ from importlib.util import find_spec
 from vitgraph.graphs.vllm_plugin.names import ARCHITECTURES, MODELS, is_disabled
 
 PLUGIN = "vitgraph.graphs.vllm_plugin:register"
-# The first releases that take the V2 model runner by themselves, for dense models and for MoE.
-V2_SINCE = dict(zip(ARCHITECTURES, ((0, 25), (0, 29)), strict=True))
+# The first releases that take the V2 model runner by themselves, for a dense model, MoE, and one
+# with linear attention.
+V2_SINCE = {
+    "Qwen3VLForConditionalGeneration": (0, 25),
+    "Qwen3VLMoeForConditionalGeneration": (0, 29),
+    "Qwen3_5ForConditionalGeneration": (0, 29),
+}
 
 
 def report() -> dict[str, str]:
@@ -70,20 +75,22 @@ def _tower() -> str:
     from vitgraph.graphs.vllm_plugin import register
 
     register()
-    entries = [ModelRegistry.models.get(name) for name in ARCHITECTURES]
-    if any(getattr(entry, "module_name", None) != MODELS for entry in entries):
-        return "vLLM's own: another plugin registered its models"
+    entries = {name: ModelRegistry.models.get(name) for name in ARCHITECTURES}
+    ours = [n for n, entry in entries.items() if getattr(entry, "module_name", None) == MODELS]
+    others = [name for name, entry in entries.items() if entry is not None and name not in ours]
+    if others or not ours:
+        return f"vLLM's own: another plugin registered {', '.join(others) or 'its models'}"
     import vllm.model_executor.models.qwen3_vl as theirs
 
     from vitgraph.graphs.vllm_plugin import models
 
     if models.Qwen3VLForConditionalGeneration is theirs.Qwen3VLForConditionalGeneration:
         return "vLLM's own: vitgraph cannot be imported beside it (the log says why)"
-    return f"vitgraph, for {' and '.join(ARCHITECTURES)}"
+    return f"vitgraph, for {', '.join(ours)}"
 
 
 def runner(architecture: str) -> str:
-    """vLLM's model runner for a model that generates text: "V1" or "V2"."""
+    """vLLM's model runner for one of `V2_SINCE` that generates text: "V1" or "V2"."""
     from vllm import envs
 
     asked = getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", None)  # None: vLLM decides
@@ -96,8 +103,8 @@ def runner(architecture: str) -> str:
 def _model_runner() -> str:
     from vitgraph.graphs.vllm_plugin.wrapper import new_runner_has_graphs
 
-    dense, moe = map(runner, ARCHITECTURES)
-    line = dense if dense == moe else f"{dense} for dense models, {moe} for MoE"
+    dense, *others = map(runner, V2_SINCE)
+    line = dense if {dense} == {*others} else f"{dense} for dense models, V1 for MoE and Qwen3.5"
     if "V2" in line and not new_runner_has_graphs():
         line += "; V2 of this release has no encoder graphs: set VLLM_USE_V2_MODEL_RUNNER=0"
     return line
@@ -139,7 +146,7 @@ def _graphs() -> str:
         "with --compilation-config '{\"cudagraph_mm_encoder\": true}', otherwise eager; "
         "none with --enforce-eager"
     )
-    if "V1" in map(runner, ARCHITECTURES):
+    if "V1" in map(runner, V2_SINCE):
         line += " or, on V1, with cudagraph_mode NONE"
     return line
 

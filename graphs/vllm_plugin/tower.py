@@ -4,6 +4,7 @@ vLLM builds, loads, reloads, offloads and names its tower as ever; the tower onl
 `forward`. Nothing is copied: our parameters are views of vLLM's, and follow them when they move.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -132,6 +133,8 @@ class SharedEncoder:
         if not self.refresh():
             raise RuntimeError(f"vitgraph: {self.unshareable}; set VITGRAPH_DISABLE=1")
         encoder = self.encoder
+        if not self.shape.merged_values:
+            _name_memory(self.model.estimate_encoder_memory(budget), budget)
         if not self._captures:  # vLLM's fallback is our eager forward: it compiles now or never
             with torch.no_grad():
                 self.model.warm_up_encoder_eager()
@@ -219,8 +222,10 @@ class AdoptedTower(VllmTower):
         self, x: Tensor, grid_thw: Any, *, encoder_metadata: dict[str, Any] | None = None
     ) -> Tensor:
         """Encode with our kernels; with vLLM's own metadata, as vLLM would."""
-        if encoder_metadata is not None or not self.vitgraph.refresh():
+        if encoder_metadata is not None:
             return super().forward(x, grid_thw, encoder_metadata=encoder_metadata)
+        if not self.vitgraph.refresh():
+            return super().forward(x, torch.as_tensor(grid_thw))  # Qwen3-Omni's takes no list
         return self.vitgraph.encode(x, grid_thw)
 
 
@@ -238,6 +243,17 @@ def adopt(
     tower.vitgraph = shared
     logger.debug("vitgraph: adopted %s", theirs.__name__)
     return shared
+
+
+@functools.lru_cache(maxsize=64)
+def _name_memory(needed: int, budget: int) -> None:
+    """vLLM 0.23 and later capture on trial before they size the KV cache; earlier ones do not."""
+    logger.info(
+        "vitgraph: the graph of %d tokens, captured after the KV cache was sized, takes about "
+        "%.2f GiB: --gpu-memory-utilization has to leave that free",
+        budget,
+        needed / 2**30,
+    )
 
 
 def _slots(tower: Any) -> list[tuple[dict, str]]:

@@ -28,7 +28,8 @@ class VisionTowerWrapper(VllmModel):
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         # A later vLLM may lack a field that is read here: then its own tower serves.
-        ranks, failed = attempt(replicate_tower, vllm_config)
+        can = getattr(type(self), "supports_encoder_tp_data", False)
+        ranks, failed = attempt(replicate_tower, vllm_config, can)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         encoder: SharedEncoder | None = None
         try:
@@ -43,6 +44,8 @@ class VisionTowerWrapper(VllmModel):
         no_graphs, failed = attempt(why_no_graphs, vllm_config, encoder)
         if encoder is not None:
             no_graphs = no_graphs or failed
+        elif not hasattr(self.visual, "prepare_encoder_metadata"):
+            no_graphs = "this model of vLLM's has none"
         compilation = vllm_config.compilation_config
         if no_graphs is not None and getattr(compilation, "cudagraph_mm_encoder", False):
             compilation.cudagraph_mm_encoder = False  # the runner asks after the model was built
@@ -105,8 +108,6 @@ class VisionTowerWrapper(VllmModel):
                 *path_and_axes,
                 **keywords,
             )
-        if not self.vitgraph.shape.merged_values:
-            _name_memory(self.vitgraph.model.estimate_encoder_memory(token_budget), token_budget)
         return self.vitgraph.shape.capture_inputs(
             *self.vitgraph.capture_buffers(
                 token_budget, max_batch_size, max_frames_per_batch, device
@@ -183,8 +184,9 @@ class VisionTowerWrapper(VllmModel):
         )
 
 
-def replicate_tower(vllm_config: Any) -> int:
-    """Replicate the tower over tensor-parallel ranks, sharing out items; returns the ranks.
+def replicate_tower(vllm_config: Any, can: bool = True) -> int:
+    """Replicate the tower over tensor-parallel ranks, sharing out items, where vLLM's model can;
+    returns the ranks.
 
     "data" is what vLLM calls this. It is right for any number of ranks and heads, keeps collectives
     out of the graphs (one gather of embeddings a batch, against two reductions a layer), and gives
@@ -192,7 +194,12 @@ def replicate_tower(vllm_config: Any) -> int:
     """
     multimodal = vllm_config.model_config.multimodal_config
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    if ranks > 1 and multimodal.mm_encoder_tp_mode != "data" and not why_not_served(vllm_config):
+    if (
+        can
+        and ranks > 1
+        and multimodal.mm_encoder_tp_mode != "data"
+        and not why_not_served(vllm_config)
+    ):
         multimodal.mm_encoder_tp_mode = "data"
         logger.info(
             "vitgraph: mm_encoder_tp_mode is 'data' for this tower: its weights are replicated "
@@ -254,7 +261,8 @@ def new_runner_has_graphs() -> bool:
 
 def _adopt(tower: Any, vllm_config: Any, shape: ReleaseShape) -> SharedEncoder:
     """Raises ValueError: what keeps our encoder from serving."""
-    vision_config = vllm_config.model_config.hf_config.vision_config
+    hf_config = vllm_config.model_config.hf_config
+    vision_config = getattr(hf_config, "thinker_config", hf_config).vision_config
     if next(tower.parameters(), None) is None:  # a placeholder: no images and videos are allowed
         raise ValueError("this process has no vision tower")
     if reason := why_not_shareable(tower, VisionConfig.from_dict(vision_config.to_dict())):
@@ -275,17 +283,6 @@ def _adopt(tower: Any, vllm_config: Any, shape: ReleaseShape) -> SharedEncoder:
 @functools.lru_cache(maxsize=64)
 def _warn_once(reason: str) -> None:
     logger.warning("vitgraph: a pack is encoded eagerly: %s (said once)", reason)
-
-
-@functools.lru_cache(maxsize=64)
-def _name_memory(needed: int, budget: int) -> None:
-    """vLLM 0.23 and later capture on trial before they size the KV cache; earlier ones do not."""
-    logger.info(
-        "vitgraph: the graph of %d tokens, captured after the KV cache was sized, takes about "
-        "%.2f GiB: --gpu-memory-utilization has to leave that free",
-        budget,
-        needed / 2**30,
-    )
 
 
 def _keys(mm_kwargs: dict[str, Any]) -> tuple[str, str]:
