@@ -12,15 +12,16 @@ class Addresses:
     """Where every parameter and buffer of a module was when this was made.
 
     Args:
+        buffers: False leaves them out.
         keep: leave that memory allocated as long as this exists: a replay may be under way while
             it is looked at, and must not read what somebody else writes.
     """
 
-    def __init__(self, module: nn.Module, *, keep: bool = False) -> None:
+    def __init__(self, module: nn.Module, *, buffers: bool = True, keep: bool = False) -> None:
         tensors = [
             (owner, name, f"{path}.{name}".lstrip("."))
             for path, part in module.named_modules()
-            for owner in (part._parameters, part._buffers)
+            for owner in (part._parameters, part._buffers if buffers else {})
             for name, tensor in owner.items()
             if tensor is not None
         ]

@@ -203,7 +203,17 @@ def test_graphs_of_vllms_manager(grids, modality, shared) -> None:
     check(outputs, truth(model, next(iter(batch.values())), grids))
 
 
-def test_two_tensors_arecaptured_graphs(shared) -> None:
+def test_what_a_higher_limit_of_items_would_save_is_said_once(shared, caplog) -> None:
+    _, manager = shared
+    tower_module._say_items.cache_clear()
+    with caplog.at_level(logging.INFO, logger="vllm.plugins.vitgraph"):
+        for count in (1, ITEMS + 1, ITEMS + 1):
+            manager.execute(make_batch([(1, 4, 4)] * count))
+    said = [record.message for record in caplog.records if "said once" in record.message]
+    assert len(said) == 1 and f"held {ITEMS} items" in said[0]
+
+
+def test_two_tensors_are_captured(shared) -> None:
     """KNOWN_FAILURES 4: the rows follow from the budget, whatever the frames are."""
     _, manager = shared
     rows = {}

@@ -15,6 +15,7 @@ from vitgraph.encoder.attention.backends import FREE_OF_EMPTY_SEQUENCES
 from vitgraph.encoder.inputs import Grids, host_grids, outlives
 from vitgraph.encoder.sharing import why_not_shareable
 from vitgraph.encoder.structure import Structure, why_not_plain
+from vitgraph.graphs.addresses import Addresses
 from vitgraph.graphs.qwen3_vl import Qwen3VLGraphModel
 from vitgraph.graphs.vllm_plugin.metrics import TowerMetrics
 from vitgraph.graphs.vllm_plugin.names import logger
@@ -51,9 +52,8 @@ class SharedEncoder:
         self.captured = False
         self._moved = False
         self._model: Qwen3VLGraphModel | None = None
-        self._pointers: tuple[int, ...] = ()
+        self._addresses: Addresses | None = None
         self._structure: Structure | None = None
-        self._slots = _slots(tower)
         self.unshareable: str | None = None
         self._max_sequences = 0
         self._captures: dict[int, dict[str, Any]] = {}
@@ -76,10 +76,9 @@ class SharedEncoder:
 
     def refresh(self) -> bool:
         """Follow parameters that moved or were replaced; False where ours cannot use them."""
-        pointers = self._where()
         same = self._structure is not None and self._structure.unchanged()
-        known = self._model is not None and self.unshareable is None
-        if known and same and pointers == self._pointers:
+        still = self._addresses is not None and self._addresses.unchanged()
+        if self._model is not None and self.unshareable is None and same and still:
             return True
         config = VisionConfig.from_dict(self.vision_config.to_dict())
         reason = why_not_plain(self.tower, "the tower's", ORIGINS)
@@ -89,20 +88,12 @@ class SharedEncoder:
             self.unshareable = reason  # the model of before still tells sizes
             return False
         # What is on the modules may be gone again, and eps is another: graphs hold what was.
-        moved = pointers != self._pointers or not same
-        self._moved = self._moved or (self.captured and moved)
-        if not same:  # children may be others
-            self._structure, self._slots = Structure(self.tower), _slots(self.tower)
-            pointers = self._where()
-        self._model, self._pointers = Qwen3VLGraphModel(self._bind()), pointers
-        self.unshareable = None
+        self._moved = self._moved or (self.captured and not (same and still))
+        if not same:
+            self._structure = Structure(self.tower)
+        self._addresses = Addresses(self.tower, buffers=False)  # vLLM's forward makes some anew
+        self._model, self.unshareable = Qwen3VLGraphModel(self._bind()), None
         return True
-
-    def _where(self) -> tuple[int, ...]:
-        return tuple(
-            0 if (parameter := owner.get(name)) is None else parameter.data_ptr()
-            for owner, name in self._slots
-        )
 
     @torch.no_grad()
     def encode(self, pixels: Tensor, grid_thw: Any, reason: str | None = None) -> Tensor:
@@ -184,11 +175,14 @@ class SharedEncoder:
             return f"{frames} frames are more than the {self._max_sequences} of a replay"
         return None
 
-    def start_replay(self, grids: Grids) -> None:
-        """Tell the metrics that vLLM is about to replay a pack, in the smallest budget it fits."""
+    def start_replay(self, grids: Grids, max_items: int) -> None:
+        """Tell the metrics that vLLM is about to replay a pack, in the smallest budget it fits; and
+        the log, once, where only the number of items kept it small."""
         tokens = sum(grids.num_patches) // self.encoder.config.spatial_merge_size**2
         budget = min((budget for budget in self._captures if budget >= tokens), default=tokens)
         self.metrics.start_replay(len(grids), tokens, budget)
+        if len(grids) == max_items and 2 * tokens <= (largest := max(self._captures, default=0)):
+            _say_items(max_items, largest)
 
     def replay_grids(self, grids: Grids, max_items: int) -> Tensor:
         """[max_items, 3] on the tower's device, unused slots zero."""
@@ -256,14 +250,15 @@ def _name_memory(needed: int, budget: int) -> None:
     )
 
 
-def _slots(tower: Any) -> list[tuple[dict, str]]:
-    """Where the parameters are kept: asking the modules for them takes a millisecond."""
-    return [
-        (module._parameters, name)
-        for module in tower.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None
-    ]
+@functools.lru_cache(maxsize=1)
+def _say_items(max_items: int, largest: int) -> None:
+    logger.info(
+        "vitgraph: a replay held %d items, as many as it may, and less than half of %d tokens: "
+        "larger batches would take fewer replays with a higher "
+        "encoder_cudagraph_max_vision_items_per_batch (said once)",
+        max_items,
+        largest,
+    )
 
 
 def _normalization(input_norm: Any) -> PixelNormalization | None:

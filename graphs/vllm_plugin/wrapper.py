@@ -143,7 +143,7 @@ class VisionTowerWrapper(VllmModel):
             self._vitgraph_declined = True
             pixels, grids = None, Grids()
         else:
-            self.vitgraph.start_replay(grids)
+            self.vitgraph.start_replay(grids, max_batch_size)
             if not self.vitgraph.shape.item_specs:  # nothing is called after the replay
                 self.vitgraph.metrics.end_replay(timed=False)
         return self.vitgraph.shape.replay_buffers(
