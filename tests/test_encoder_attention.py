@@ -132,6 +132,10 @@ def install_fake(name: str, fake: FakeFlashAttention, install, version: int | No
             "vllm.v1.attention.backends.fa_utils",
             get_flash_attn_version=lambda head_size: version,
         )
+    elif name == "sglang":
+        install(
+            "sglang.kernels.ops.attention.flash_attention", flash_attn_varlen_func=fake.positional
+        )
     elif name == "fa3-fwd":
         install("fa3_fwd_interface", flash_attn_varlen_func=fake.positional)
     elif name == "flash-attn":
@@ -156,6 +160,16 @@ def test_each_flash_attention_is_called_as_it_wants(name, install) -> None:
     torch.testing.assert_close(out[:real], expected[:real])
     assert out[real:].isnan().all()
     assert fake.calls == [(ROWS, ROWS)]
+
+
+def test_sglang_of_before_its_kernels_moved(install) -> None:
+    fake = FakeFlashAttention()
+    install("sglang.jit_kernel.flash_attention", flash_attn_varlen_func=fake.positional)
+    attend = PROVIDERS["sglang"].load(HEADS)
+    offsets = torch.tensor([0, 3, 8, 8, 8, 8, 8, 8, 8], dtype=torch.int32)
+    qkv = make_qkv(8)
+    attend(*qkv.unbind(1), offsets, 8)
+    assert fake.calls == [(8, 8)]
 
 
 def test_vllm_without_a_version_for_this_gpu(install) -> None:
