@@ -165,11 +165,9 @@ def test_each_flash_attention_is_called_as_it_wants(name, install) -> None:
 def test_sglang_of_before_its_kernels_moved(install) -> None:
     fake = FakeFlashAttention()
     install("sglang.jit_kernel.flash_attention", flash_attn_varlen_func=fake.positional)
-    attend = PROVIDERS["sglang"].load(HEADS)
-    offsets = torch.tensor([0, 3, 8, 8, 8, 8, 8, 8, 8], dtype=torch.int32)
-    qkv = make_qkv(8)
-    attend(*qkv.unbind(1), offsets, 8)
-    assert fake.calls == [(8, 8)]
+    attend = flash.build_with(PROVIDERS["sglang"])(make_layout(LENGTHS, SLOTS, ROWS), HEADS)
+    attend(make_qkv(ROWS))
+    assert fake.calls == [(ROWS, ROWS)]
 
 
 def test_vllm_without_a_version_for_this_gpu(install) -> None:
