@@ -221,7 +221,7 @@ def test_sglang_knows_the_model_as_its_own(model) -> None:
 
 
 def test_outputs_are_the_callers_own(model) -> None:
-    """SGLang's embedding cache keeps them."""
+    """KNOWN_FAILURES 43: SGLang's embedding cache keeps them."""
     grids = [(1, 8, 12)]
     pixels = pixels_for(grids)
     first = model.visual(pixels, torch.tensor(grids))
@@ -341,6 +341,12 @@ def test_attention_of_the_flag(flags, caplog) -> None:
     check_one(model, [(1, 4, 4)])
 
 
+def _registered(target: str) -> tuple:
+    """(hook, type) of the only hook on a target."""
+    ((kind, hook, _),) = hook_registry.HookRegistry._hooks[target]
+    return hook, kind
+
+
 def test_hooked_by_sglangs_registry(flags, monkeypatch) -> None:
     """The entry point as pip installed it, what SGLang patches, and twice is once."""
     import sglang.srt.plugins as plugins
@@ -357,14 +363,8 @@ def test_hooked_by_sglangs_registry(flags, monkeypatch) -> None:
         for _ in range(2):
             model_runner.maybe_precompile_model_kernels_after_loading(model, "cpu")
     else:
-        from sglang.srt.model_executor.model_runner import ModelRunner
-
-        runner = SimpleNamespace(model=model, load_model=None)
-        hooked = ModelRunner.load_model
-        monkeypatch.setattr(
-            hooked.__closure__[1].cell_contents, "__code__", (lambda _: None).__code__
-        )
-        hooked(runner)
+        hooked = hook_registry._wrap_fn(lambda runner: None, *_registered(target))
+        hooked(SimpleNamespace(model=model, load_model=hooked))
     assert isinstance(model.visual, ServedTower)
     check_one(model)
 
