@@ -9,7 +9,7 @@ LINKS := $(addprefix build/types/vitgraph/,kernels encoder graphs bench)
 test test-triton: export PYTHONSAFEPATH := 1
 test test-triton: export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-triton test-vllm lint types clean
+.PHONY: demo test test-triton test-vllm test-sglang lint types clean
 
 demo: $(VENV)/.installed
 	$(BIN)/vitgraph demo
@@ -25,6 +25,9 @@ test-triton: $(VENV)/.installed
 
 test-vllm: $(VENV)/.installed
 	$(BIN)/python tests/vllm_releases.py
+
+test-sglang: $(VENV)/.installed
+	$(BIN)/python tests/sglang_releases.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check --fix .

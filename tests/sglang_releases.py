@@ -28,6 +28,7 @@ PACKAGES = """
     sniffio starlette torchvision==0.28.0 typing-inspection urllib3 uvicorn uvloop watchfiles
     xgrammar yarl
 """
+ENGINE_PACKAGES = "decord"  # reads video files
 # Imported on a CPU and never called: a kernel, and what notebooks show.
 STAND_INS = {
     "vllm": (),
@@ -48,28 +49,30 @@ def is_cached(release: str) -> bool:
     return (cache() / release).exists() and (cache() / "packages").exists()
 
 
-def fetch(release: str) -> tuple[Path, Path]:
+def fetch(release: str, engine: bool = False) -> list[Path]:
     """Folders of a release's Python and of the packages it needs.
 
     Raises:
         OSError: pip could not download, with the end of what it said.
     """
-    source, packages = cache() / release, cache() / "packages"
-    for folder, download in ((packages, _fetch_packages), (source, _fetch_wheel)):
+    wanted = {cache() / "packages": PACKAGES, cache() / release: f"sglang=={release}"}
+    if engine:
+        wanted[cache() / "engine"] = ENGINE_PACKAGES
+    for folder, names in wanted.items():
         if not folder.exists():
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder.parent) as work:
-                download(Path(work), release)
+                download = _fetch_wheel if folder.name == release else _fetch_packages
+                download(Path(work), *names.split())
                 (Path(work) / "kept").rename(folder)
-    return source, packages
+    return list(wanted)
 
 
-def _fetch_packages(work: Path, release: str) -> None:
-    _pip("install", "--no-deps", "--no-compile", "--target", str(work / "kept"), *PACKAGES.split())
+def _fetch_packages(work: Path, *names: str) -> None:
+    _pip("install", "--no-deps", "--no-compile", "--target", str(work / "kept"), *names)
 
 
-def _fetch_wheel(work: Path, release: str) -> None:
-    wanted = f"sglang=={release}"
+def _fetch_wheel(work: Path, wanted: str) -> None:
     _pip("download", "--no-deps", "--only-binary", ":all:", "--dest", str(work), wanted)
     (wheel,) = work.glob("sglang-*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -86,7 +89,7 @@ def _pip(*arguments: str) -> None:
 
 def run(release: str, *pytest_arguments: str, engine: bool = False) -> int:
     """Run the tests against a release, in a process of its own."""
-    folders = [TESTS / "sglang_site", *fetch(release), TESTS]
+    folders = [TESTS / "sglang_site", *fetch(release, engine), TESTS]
     path = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(path),
@@ -109,6 +112,7 @@ def install() -> None:
     boxes = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
     for name in ("nms", "qnms"):  # compiled for another torch
         torch.library.define(f"torchvision::{name}", boxes)
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # there is nothing to copy it to
     # A newer transformers has configurations that an older SGLang brings itself.
     register = _LazyConfigMapping.register
     _LazyConfigMapping.register = lambda self, key, value, exist_ok=False: register(
