@@ -78,7 +78,7 @@ def main() -> int:
         install(work / "plugin")
         for tower in args.towers:
             result["engines"][tower] = start_engine(tower, work, args)
-            result["comparison"] = compare(result["engines"], work, args)
+            result["comparison"] = compare(result["engines"], work)
             if args.save:
                 args.save.write_text(json.dumps(result, indent=1) + "\n")
     print_result(result)
@@ -102,14 +102,12 @@ def start_engine(tower: str, work: Path, args: argparse.Namespace) -> dict[str, 
         "options": ENGINE | {"mm_attention_backend": args.attention} | args.engine_options,
     }
     path = [str(work / "plugin"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = (
-        os.environ
-        | TOWERS[tower]
-        | {
-            SPEC: json.dumps(spec),
-            "PYTHONPATH": os.pathsep.join(path),
-            "SGLANG_PLUGINS": "vitgraph,bench",
-        }
+    environment = dict(
+        os.environ,
+        PYTHONPATH=os.pathsep.join(path),
+        SGLANG_PLUGINS="vitgraph,bench",
+        **TOWERS[tower],
+        **{SPEC: json.dumps(spec)},
     )
     command = [sys.executable, "-m", "vitgraph.bench.sglang_engine", "--engine", json.dumps(spec)]
     outcome: dict[str, Any] = {}
@@ -213,11 +211,10 @@ def gpu_memory() -> int | None:
         return None
 
 
-def compare(engines: dict[str, dict], work: Path, args: argparse.Namespace) -> dict[str, Any]:
+def compare(engines: dict[str, dict], work: Path) -> dict[str, Any]:
     """Ours with SGLang's own, and what contradicts what is asked for."""
-    found = [
-        f"{name}: {o['error'].splitlines()[-1]}" for name, o in engines.items() if "error" in o
-    ]
+    broken = {name: outcome["error"] for name, outcome in engines.items() if "error" in outcome}
+    found = [f"{name}: {error.splitlines()[-1]}" for name, error in broken.items()]
     ours, eager, graphs = (engines.get(name, {}) for name in ("vitgraph", "eager", "graphs"))
     pair: dict[str, Any] = {"embedding_error": {}, "prompts": []}
     if ours and ours.get("serves") != "vitgraph":

@@ -1,6 +1,5 @@
 """The script that drives SGLang's engines, without SGLang: what it finds wrong, its plugin."""
 
-import argparse
 import sys
 from importlib.metadata import entry_points
 
@@ -34,11 +33,11 @@ def engines(tmp_path) -> dict[str, dict]:
 
 
 def problems(engines: dict, tmp_path) -> list[str]:
-    return sglang_engine.compare(engines, tmp_path, argparse.Namespace())["problems"]
+    return sglang_engine.compare(engines, tmp_path)["problems"]
 
 
 def test_nothing_is_wrong(engines, tmp_path) -> None:
-    found = sglang_engine.compare(engines, tmp_path, argparse.Namespace())
+    found = sglang_engine.compare(engines, tmp_path)
     assert found == {"embedding_error": {"one": 0.0}, "prompts": ["same"] * 2, "problems": []}
     sglang_engine.print_result({"engines": engines, "comparison": found})
 
