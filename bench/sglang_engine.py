@@ -67,8 +67,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.engine is not None:
         run_engine(args.engine)
-        sys.stdout.flush()
-        os._exit(0)
+        os._exit(0)  # SGLang has stopped its processes
     require(find_spec("sglang"), "SGLang, and it is not installed")
     if args.save:
         args.save.parent.mkdir(parents=True, exist_ok=True)

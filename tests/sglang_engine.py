@@ -1,19 +1,16 @@
 """Engines of a real SGLang release, on the CPU: the answers with our tower and with SGLang's own.
 sglang_releases.py runs it."""
 
-import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import av
 import numpy as np
 import pytest
 import sglang
-import torch
 from PIL import Image
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
-from vitgraph.bench.dummy_model import write_model
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
@@ -21,21 +18,10 @@ VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A tiny Qwen3-VL with random weights; SGLang's CPU loader wants sizes in multiples of 32."""
-    folder = write_model(tmp_path_factory.mktemp("model"), "tiny")
-    config = Qwen3VLConfig.from_pretrained(folder)
-    config.vision_config.intermediate_size, config.text_config.num_hidden_layers = 320, 2
-    torch.manual_seed(0)
-    model = Qwen3VLForConditionalGeneration(config).float()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.normal_(std=0.2 if "qkv" in name else 0.05)
-            if "norm" in name and name.endswith("weight"):
-                weight.add_(1)
-    model.save_pretrained(folder)
-    settings = json.loads((folder / "config.json").read_text())
-    settings["dtype"] = settings["text_config"]["dtype"] = "float32"
-    (folder / "config.json").write_text(json.dumps(settings))
+    """A tiny Qwen3-VL, written where SGLang, which changes transformers, has not been imported."""
+    folder = tmp_path_factory.mktemp("model")
+    script = Path(__file__).with_name("sglang_checkpoint.py")
+    subprocess.run([sys.executable, str(script), str(folder)], check=True)
     return folder
 
 

@@ -292,6 +292,8 @@ def test_who_serves(tower) -> None:
     """KNOWN_FAILURES 32: a sharded tower stays SGLang's."""
     assert serve.why_not_served(tower, flags()) is None
     assert "--language-only" in serve.why_not_served(tower, flags(language_only=True))
+    assert "only decodes" in serve.why_not_served(tower, flags(disaggregation_mode="decode"))
+    assert serve.why_not_served(tower, flags(disaggregation_mode="prefill")) is None
     for block in tower.blocks:
         block.attn.tp_size = 3
     reason = serve.why_not_served(tower, flags())

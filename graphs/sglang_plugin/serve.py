@@ -52,6 +52,8 @@ def why_not_served(tower: Any, flags: Any) -> str | None:
     before its weights are looked at."""
     if getattr(flags, "language_only", False):
         return "this server leaves the encoding to others (--language-only)"
+    if getattr(flags, "disaggregation_mode", None) == "decode":
+        return "this server only decodes (--disaggregation-mode)"
     ranks = tower.blocks[0].attn.tp_size
     if ranks > 1:
         advice = (
