@@ -60,6 +60,7 @@ def answers(folder: Path, prompts: list[dict]) -> list[tuple[list[int], list[flo
         attention_backend="torch_native",
         grammar_backend="none",
         log_level="info",
+        disable_fast_image_processor=True,  # which wants a GPU, as long as SGLang has no AMX
     )
     sampling = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
     found = []

@@ -29,6 +29,8 @@ PACKAGES = """
     xgrammar yarl
 """
 ENGINE_PACKAGES = "decord"  # reads video files
+# What the tests have is too new for it.
+TRANSFORMERS = {"0.5.16": "transformers==5.12.1 tokenizers==0.22.1"}
 # Imported on a CPU and never called: a kernel, and what notebooks show.
 STAND_INS = {
     "vllm": (),
@@ -56,6 +58,8 @@ def fetch(release: str, engine: bool = False) -> list[Path]:
         OSError: pip could not download, with the end of what it said.
     """
     wanted = {cache() / "packages": PACKAGES, cache() / release: f"sglang=={release}"}
+    if release in TRANSFORMERS:
+        wanted[cache() / f"{release}-transformers"] = TRANSFORMERS[release]
     if engine:
         wanted[cache() / "engine"] = ENGINE_PACKAGES
     for folder, names in wanted.items():
@@ -107,17 +111,11 @@ def install() -> None:
     """Make `import sglang` work in this process, before it is imported: stand-ins for what is
     compiled."""
     import torch
-    from transformers.models.auto.configuration_auto import _LazyConfigMapping
 
     boxes = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
     for name in ("nms", "qnms"):  # compiled for another torch
         torch.library.define(f"torchvision::{name}", boxes)
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # there is nothing to copy it to
-    # A newer transformers has configurations that an older SGLang brings itself.
-    register = _LazyConfigMapping.register
-    _LazyConfigMapping.register = lambda self, key, value, exist_ok=False: register(
-        self, key, value, exist_ok=True
-    )
     for name, contents in STAND_INS.items():
         module = sys.modules[name] = types.ModuleType(name)
         module.__path__ = []
