@@ -14,6 +14,7 @@ import sys
 import tempfile
 import types
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 RELEASES = ("0.5.16", "0.5.23")
@@ -62,14 +63,19 @@ def fetch(release: str, engine: bool = False) -> list[Path]:
         wanted[cache() / f"{release}-transformers"] = TRANSFORMERS[release]
     if engine:
         wanted[cache() / "engine"] = ENGINE_PACKAGES
-    for folder, names in wanted.items():
-        if not folder.exists():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder.parent) as work:
-                download = _fetch_wheel if folder.name == release else _fetch_packages
-                download(Path(work), *names.split())
-                (Path(work) / "kept").rename(folder)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(_fetch, *zip(*wanted.items(), strict=True)))
     return list(wanted)
+
+
+def _fetch(folder: Path, names: str) -> None:
+    if folder.exists():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as work:
+        download = _fetch_wheel if names.startswith("sglang==") else _fetch_packages
+        download(Path(work), *names.split())
+        (Path(work) / "kept").rename(folder)
 
 
 def _fetch_packages(work: Path, *names: str) -> None:
