@@ -11,7 +11,7 @@ test test-triton: export HF_HUB_OFFLINE := 1
 # Two files of tests at a time, one thread each.
 test: export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-triton test-vllm lint types clean
+.PHONY: demo test test-triton test-vllm test-sglang lint types clean
 
 demo: $(VENV)/.installed
 	$(BIN)/vitgraph demo
@@ -27,6 +27,9 @@ test-triton: $(VENV)/.installed
 
 test-vllm: $(VENV)/.installed
 	$(BIN)/python tests/vllm_releases.py
+
+test-sglang: $(VENV)/.installed
+	$(BIN)/python tests/sglang_releases.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check --fix .

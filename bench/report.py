@@ -19,7 +19,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MODULES = ("torch", "triton", "transformers", "vllm", "flashinfer")
+MODULES = ("torch", "triton", "transformers", "vllm", "sglang", "flashinfer")
 WIDTH = 180  # of tables that are not printed on a terminal
 
 

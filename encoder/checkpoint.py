@@ -108,8 +108,10 @@ class Checkpoint:
 
 
 def our_name(name: str) -> str:
-    """What our modules call a tensor or module of a tower; only Qwen3-Omni's have other names."""
+    """What our modules call a tensor or module of a tower; only Qwen3-Omni's mergers have other
+    names, and the fused product in SGLang."""
     name = _OMNI_MERGER.sub(lambda found: f"{found[1]}.{_PARTS[found[2]]}", name)
+    name = re.sub(r"\battn\.qkv_proj\b", "attn.qkv", name)
     return re.sub(r"^merger_list\b", "deepstack_merger_list", name)
 
 

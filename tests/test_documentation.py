@@ -33,6 +33,7 @@ PAGES = (
     "bench/README.md",
     "graphs/README.md",
     "graphs/vllm_plugin/README.md",
+    "graphs/sglang_plugin/README.md",
 )
 TEXT = {page: (ROOT / page).read_text() for page in PAGES}
 SOURCES = {

@@ -132,6 +132,10 @@ def install_fake(name: str, fake: FakeFlashAttention, install, version: int | No
             "vllm.v1.attention.backends.fa_utils",
             get_flash_attn_version=lambda head_size: version,
         )
+    elif name == "sglang":
+        install(
+            "sglang.kernels.ops.attention.flash_attention", flash_attn_varlen_func=fake.positional
+        )
     elif name == "fa3-fwd":
         install("fa3_fwd_interface", flash_attn_varlen_func=fake.positional)
     elif name == "flash-attn":
@@ -155,6 +159,14 @@ def test_each_flash_attention_is_called_as_it_wants(name, install) -> None:
     assert out.shape == (ROWS, 144)
     torch.testing.assert_close(out[:real], expected[:real])
     assert out[real:].isnan().all()
+    assert fake.calls == [(ROWS, ROWS)]
+
+
+def test_sglang_of_before_its_kernels_moved(install) -> None:
+    fake = FakeFlashAttention()
+    install("sglang.jit_kernel.flash_attention", flash_attn_varlen_func=fake.positional)
+    attend = flash.build_with(PROVIDERS["sglang"])(make_layout(LENGTHS, SLOTS, ROWS), HEADS)
+    attend(make_qkv(ROWS))
     assert fake.calls == [(ROWS, ROWS)]
 
 

@@ -56,6 +56,7 @@ def test_wheel_contents(wheel) -> None:
         "encoder/py.typed",
         "graphs/cli/photos/cat.jpg",
         plugin,
+        "graphs/sglang_plugin/models.py",
         "encoder/attention/trial.py",
         "graphs/media/loader.py",
         "bench/systems.py",

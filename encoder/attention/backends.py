@@ -1,8 +1,8 @@
 """Attention backends behind one function, on the packed qkv of all items.
 
 triton       ours; every dtype but float64, no lengths on the host, empty capacity is free
-flash_attn   FlashAttention, from the first of vLLM's own build, fa3-fwd, flash-attn-4, flash-attn
-             and torch that serves; CUDA, bf16 and fp16
+flash_attn   FlashAttention, from the first of vLLM's own build, SGLang's, fa3-fwd, flash-attn-4,
+             flash-attn and torch that serves; CUDA, bf16 and fp16
 flashinfer   cuDNN through FlashInfer; CUDA, bf16 and fp16
 sdpa         torch's scaled_dot_product_attention, frame by frame; lengths on the host, so it
              cannot be captured

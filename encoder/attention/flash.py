@@ -68,6 +68,16 @@ def load_vllm(heads: Heads) -> Varlen:
     return attend
 
 
+def load_sglang(heads: Heads) -> Varlen:
+    """FlashAttention 3 of SGLang's kernels."""
+    try:
+        from sglang.kernels.ops.attention.flash_attention import flash_attn_varlen_func
+    except ModuleNotFoundError:  # as late as 0.5.16
+        from sglang.jit_kernel.flash_attention import flash_attn_varlen_func
+
+    return _positional(flash_attn_varlen_func)
+
+
 def load_fa3_fwd(heads: Heads) -> Varlen:
     """FlashAttention 3, forward only; its wheel has no fp16."""
     from fa3_fwd_interface import flash_attn_varlen_func
@@ -115,9 +125,10 @@ def _positional(function: Callable[..., Any]) -> Varlen:
     return attend
 
 
-# Tried in this order: what vLLM would run, then by generation, torch's own last.
+# Tried in this order: what vLLM and SGLang would run, then by generation, torch's own last.
 PROVIDERS = (
     Provider("vllm", "vllm", load_vllm),
+    Provider("sglang", "sglang", load_sglang),
     Provider("fa3-fwd", "fa3_fwd_interface", load_fa3_fwd),
     Provider("flash-attn-4", "flash_attn.cute", load_flash_attn_4),
     Provider("flash-attn", "flash_attn.flash_attn_interface", load_flash_attn),

@@ -28,6 +28,7 @@ MODULES = {  # distribution -> what it is imported as
     "safetensors": "safetensors",
     "huggingface_hub": "huggingface_hub",
     "vllm": "vllm",
+    "sglang": "sglang",
     "flash-attn": "flash_attn",
     "flash-attn-4": "flash_attn.cute",
     "fa3-fwd": "flash_attn_interface",
@@ -47,6 +48,7 @@ def doctor(console: Console) -> int:
     console.print(f"Hopper tier: {attempt(hopper)}", highlight=False, markup=False)
     console.print(f"graphs: {attempt(graphs)}", "", sep="\n", highlight=False, markup=False)
     _section(console, "vLLM", (), vllm)
+    _section(console, "SGLang", (), sglang)
     _section(console, "installed", ("package", "version"), installed)
     return 0
 
@@ -161,6 +163,13 @@ def _serves(answers: Sequence["Capability"], names: Sequence[str]) -> tuple[str,
 def vllm() -> Rows:
     """Whether vLLM would use the plugin."""
     from vitgraph.graphs.vllm_plugin.report import report
+
+    return report().items()
+
+
+def sglang() -> Rows:
+    """Whether SGLang would use the plugin."""
+    from vitgraph.graphs.sglang_plugin.report import report
 
     return report().items()
 

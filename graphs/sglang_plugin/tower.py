@@ -1,0 +1,156 @@
+"""Our encoder on the weights of SGLang's vision tower.
+
+SGLang builds, loads, updates and names its tower as ever; the tower only gets another `forward`.
+Nothing is copied: our parameters are views of SGLang's, and follow them when they move.
+"""
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
+from vitgraph.encoder.checkpoint import our_name
+from vitgraph.encoder.sharing import why_not_shareable
+from vitgraph.encoder.structure import Structure, why_not_plain
+from vitgraph.graphs.addresses import Addresses
+from vitgraph.graphs.config import CompilationConfig
+from vitgraph.graphs.manager import EncoderCudaGraphManager
+from vitgraph.graphs.sglang_plugin.names import logger
+
+# Where the classes of SGLang's tower come from.
+ORIGINS = ("torch.nn.modules.", "sglang.", "transformers.activations")
+
+if TYPE_CHECKING:
+
+    class SglangTower(nn.Module):
+        """What SGLang's class has for `super()`."""
+
+        def forward(self, x: Tensor, grid_thw: Any) -> Tensor: ...
+
+else:
+    SglangTower = object
+
+
+def read_config(tower: Any) -> VisionConfig:
+    """The geometry that a tower was built with; SGLang's models do not all keep the config.
+
+    Raises:
+        ValueError: a geometry that we do not compute.
+    """
+    rows = {our_name(name): len(weight) for name, weight in tower.named_parameters()}
+    if "merger.linear_fc2.weight" not in rows:
+        raise ValueError("its merger has no layers of its own")
+    return VisionConfig(
+        depth=len(tower.blocks),
+        hidden_size=tower.hidden_size,
+        intermediate_size=rows["blocks.0.mlp.linear_fc1.weight"],
+        num_heads=tower.num_heads,
+        out_hidden_size=rows["merger.linear_fc2.weight"],
+        deepstack_visual_indexes=tuple(tower.deepstack_visual_indexes or ()),
+        num_position_embeddings=tower.num_position_embeddings,
+        in_channels=tower.patch_embed.in_channels,
+        patch_size=tower.patch_size,
+        temporal_patch_size=tower.temporal_patch_size,
+        spatial_merge_size=tower.spatial_merge_size,
+    )
+
+
+class TowerService:
+    """What serves one tower: an encoder on the tower's weights, and its manager.
+
+    Args:
+        tower: SGLang's, its weights loaded.
+        config: see `CompilationConfig`; graphs are captured at once where it says so.
+        attention: name of our backend, or "auto".
+        batch_invariant: an image's bits do not depend on what it is encoded with.
+
+    Raises:
+        ValueError: what keeps our encoder from serving, by name.
+    """
+
+    def __init__(
+        self, tower: Any, config: CompilationConfig, attention: str, batch_invariant: bool
+    ) -> None:
+        self.tower = tower
+        self.config = read_config(tower)
+        if reason := self._why_not():
+            raise ValueError(reason)
+        self.encoder = Qwen3VLVisionEncoder(
+            self.config,
+            device="meta",
+            dtype=tower.dtype,
+            attention=attention,
+            batch_invariant=batch_invariant,
+        )
+        self._lock = threading.RLock()
+        self._declined: str | None = None
+        self._share()
+        self.manager = EncoderCudaGraphManager(self.encoder, config)
+        self.manager.capture()
+
+    def _why_not(self) -> str | None:
+        reason = why_not_plain(self.tower, "the tower's", ORIGINS)
+        return reason or why_not_shareable(self.tower, self.config)
+
+    def _share(self) -> None:
+        self.encoder.share_weights(self.tower)
+        self._structure = Structure(self.tower)
+        self._addresses = Addresses(self.tower, buffers=False)  # SGLang makes its tables anew
+
+    def follow(self) -> bool:
+        """Share the tower's weights anew where they moved or were replaced, and capture again;
+        False where our encoder cannot serve what the tower is now."""
+        if self._structure.unchanged() and self._addresses.unchanged():
+            self._declined = None
+            return True
+        if reason := self._why_not():
+            if reason != self._declined:
+                logger.warning("vitgraph: SGLang's own vision tower serves: %s", reason)
+            self._declined = reason
+            return False
+        with torch.inference_mode(False), torch.no_grad():
+            self._share()
+        if self._declined is not None:
+            logger.warning("vitgraph serves the vision tower again")
+            self._declined = None
+        if self.manager.is_captured():
+            logger.warning("vitgraph: weights moved: encoder graphs are captured again")
+            self._capture_again()
+        return True
+
+    def _capture_again(self) -> None:
+        try:
+            self.manager.capture()
+        except Exception as error:
+            self.manager.clear()
+            logger.warning("vitgraph: the encoder runs eagerly from now on: %s", error)
+
+    def encode(self, pixels: Tensor, grid_thw: Any) -> Tensor | None:
+        """Encode through the manager: rows of the caller's own, or None where SGLang's tower is to
+        serve. The arguments of SGLang's tower."""
+        with self._lock:
+            if not self.follow():
+                return None
+            rows, _ = self.manager.encode({"pixel_values": pixels, "image_grid_thw": grid_thw})
+            return rows
+
+
+class ServedTower(SglangTower):
+    """First base of a served tower's class, before SGLang's own, whose name it has."""
+
+    vitgraph: TowerService
+
+    def forward(self, x: Tensor, grid_thw: Any) -> Tensor:
+        """[tokens, (1 + levels) * out_hidden_size]: the merger's columns, then each level's."""
+        rows = self.vitgraph.encode(x, grid_thw)
+        return super().forward(x, grid_thw) if rows is None else rows
+
+
+def adopt(tower: Any, service: TowerService) -> None:
+    """Give SGLang's tower our forward; its parameters, attributes and names stay its own."""
+    own = type(tower)
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    tower.__class__ = type(own.__name__, (ServedTower, own), names)
+    tower.vitgraph = service
