@@ -5,6 +5,7 @@ Nothing is copied: our parameters are views of SGLang's, and follow them when th
 """
 
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +58,23 @@ def read_config(tower: Any) -> VisionConfig:
     )
 
 
+class _Changed(Exception):
+    """The tower is not what it was; no rows were handed out, and nothing was counted."""
+
+
+class _Manager(EncoderCudaGraphManager):
+    """Looks at the tower, too, whose weights it uses: while the GPU works."""
+
+    def __init__(self, service: "TowerService", config: CompilationConfig) -> None:
+        self._unchanged = service.unchanged
+        super().__init__(service.encoder, config)
+
+    def _check_modules(self, replays: bool) -> None:
+        if not self._unchanged():
+            raise _Changed
+        super()._check_modules(replays)
+
+
 class TowerService:
     """What serves one tower: an encoder on the tower's weights, and its manager.
 
@@ -87,7 +105,7 @@ class TowerService:
         self._lock = threading.RLock()
         self._declined: str | None = None
         self._share()
-        self.manager = EncoderCudaGraphManager(self.encoder, config)
+        self.manager = _Manager(self, config)
         self.manager.capture()
 
     def _why_not(self) -> str | None:
@@ -99,10 +117,14 @@ class TowerService:
         self._structure = Structure(self.tower)
         self._addresses = Addresses(self.tower, buffers=False)  # SGLang makes its tables anew
 
+    def unchanged(self) -> bool:
+        """Whether weights and modules are what they were when they were shared."""
+        return self._structure.unchanged() and self._addresses.unchanged()
+
     def follow(self) -> bool:
         """Share the tower's weights anew where they moved or were replaced, and capture again;
         False where our encoder cannot serve what the tower is now."""
-        if self._structure.unchanged() and self._addresses.unchanged():
+        if self.unchanged():
             self._declined = None
             return True
         if reason := self._why_not():
@@ -130,11 +152,12 @@ class TowerService:
     def encode(self, pixels: Tensor, grid_thw: Any) -> Tensor | None:
         """Encode through the manager: rows of the caller's own, or None where SGLang's tower is to
         serve. The arguments of SGLang's tower."""
+        batch = {"pixel_values": pixels, "image_grid_thw": grid_thw}
         with self._lock:
-            if not self.follow():
-                return None
-            rows, _ = self.manager.encode({"pixel_values": pixels, "image_grid_thw": grid_thw})
-            return rows
+            if self._declined is None:
+                with suppress(_Changed):
+                    return self.manager.encode(batch)[0]
+            return self.manager.encode(batch)[0] if self.follow() else None
 
 
 class ServedTower(SglangTower):
