@@ -4,11 +4,12 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from vitgraph.bench import report
+from vitgraph.bench import replay_cost, report
 from vitgraph.bench.encoder import measure, publish
 from vitgraph.bench.families import build
 from vitgraph.bench.limits import OutOfTime, time_limit
@@ -164,3 +165,16 @@ def test_systems_that_are_not_installed_are_listed_with_the_reason() -> None:
 def test_wall_returns_total_and_host() -> None:
     total, host = wall(lambda: time.sleep(0.002), 5, CPU)
     assert 2 <= host <= total < 20
+
+
+def test_the_time_until_a_replay_is_launched_leaves_the_replay_out(monkeypatch) -> None:
+    """With graphs that stand in for a GPU's, and take their time."""
+    monkeypatch.setattr(replay_cost, "EVICTED_BYTES", 1)
+    encoder = Qwen3VLVisionEncoder.random(GEOMETRIES["tiny"])
+    manager = replay_cost.capture(encoder, 64, 8)
+    (kept,) = manager.budget_graphs.values()
+    slow = SimpleNamespace(replay=lambda: time.sleep(0.2))
+    kept.graph, kept.output_buffer = slow, torch.zeros(64, encoder.config.output_width)
+    taken = replay_cost.launch_ms(manager, make_batch(encoder, [(1, 4, 4)]), repeats=5)
+    assert taken.keys() == {"warm", "cold"} and all(0 < ms < 200 for ms in taken.values())
+    assert kept.graph is slow
