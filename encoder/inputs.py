@@ -78,9 +78,11 @@ def host_grids(grids: Sequence[Grid], slots: int, device: torch.device) -> Tenso
     memory that is freed before then is for the driver to say, and a wrong grid is no small thing.
     """
     pinned = device.type == "cuda"
-    tensor = torch.zeros(slots, 3, dtype=torch.int32, device="cpu", pin_memory=pinned)
+    tensor = torch.empty(slots, 3, dtype=torch.int32, device="cpu", pin_memory=pinned)
+    values = tensor.numpy()  # several times faster than torch.tensor(grids)
     if grids:
-        tensor.numpy()[: len(grids)] = grids  # several times faster than torch.tensor(grids)
+        values[: len(grids)] = grids
+    values[len(grids) :] = 0
     return tensor
 
 
