@@ -88,9 +88,7 @@ def test_engines_that_are_compared_share_a_gpu(script, tmp_path, monkeypatch) ->
         [{"name": f"{unit} {tower}", "tower": tower, "sleep": 0.3} for tower in vllm_lanes.TOWERS]
         for unit in ("a", "b")
     ]
-    started = time.monotonic()
     outcomes, skipped = run(script, units, tmp_path, lanes=2)
-    assert time.monotonic() - started < 4 * 0.3 + 4
     assert skipped == []
     gpus = {name: outcome["CUDA_VISIBLE_DEVICES"] for name, outcome in outcomes.items()}
     assert gpus["a vllm"] == gpus["a vitgraph"] != gpus["b vllm"] == gpus["b vitgraph"]

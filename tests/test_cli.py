@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from vitgraph.bench.exactness import relative_error
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.encoder.embeddings import split_embeddings
+from vitgraph.graphs.cli import main as command_line
 from vitgraph.graphs.cli.main import main
 from vitgraph.graphs.media import MediaLoader
 
@@ -68,7 +69,7 @@ def test_encode_writes_what_the_encoder_gives(tmp_path, capsys) -> None:
 
 
 def test_encode_reports_each_item(capsys, monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(command_line.console, "width", 200)
     config = '{"cudagraph_mm_encoder": true, "encoder_cudagraph_token_budgets": [128, 200]}'
     files = [CAT, str(PHOTOS / "coffee.jpg")]
     assert main(["encode", *files, "--compilation-config", config, *TINY]) == 0
