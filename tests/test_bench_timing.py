@@ -14,7 +14,7 @@ from vitgraph.bench.encoder import measure, publish
 from vitgraph.bench.families import build
 from vitgraph.bench.limits import OutOfTime, time_limit
 from vitgraph.bench.systems import Setup, System, rows
-from vitgraph.bench.timing import time_in_turns, wall
+from vitgraph.bench.timing import replay_ms, time_in_turns, wall
 from vitgraph.bench.workloads import Batch, make_batch
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 
@@ -178,3 +178,10 @@ def test_the_time_until_a_replay_is_launched_leaves_the_replay_out(monkeypatch) 
     taken = replay_cost.launch_ms(manager, make_batch(encoder, [(1, 4, 4)]), repeats=5)
     assert taken.keys() == {"warm", "cold"} and all(0 < ms < 200 for ms in taken.values())
     assert kept.graph is slow
+
+
+def test_only_one_replay_is_timed_with_its_inputs_in_place() -> None:
+    """Several packs share one input: what is there is the last one's."""
+    for graphs in ([], [None], [object(), object()]):
+        system = System("graph", lambda batch: [], lambda batch, g=graphs: [(64, one) for one in g])
+        assert replay_ms(system, BATCH) is None

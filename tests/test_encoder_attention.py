@@ -403,10 +403,9 @@ def test_asking_for_what_cannot_serve_says_why(libraries) -> None:
     with pytest.raises(ValueError, match="'flashinfer': ArithmeticError: its error is 3"):
         backends.resolve_backend("FLASHINFER", BF16, CUDA)
     for name in ("flash_attn", "flashinfer"):
-        message = f"'{name}': needs CUDA and bf16 or fp16, not "
-        with pytest.raises(ValueError, match=message + "cpu torch.bfloat16"):
+        with pytest.raises(ValueError, match=f"'{name}': needs CUDA, not cpu"):
             backends.resolve_backend(name, BF16, CPU)
-        with pytest.raises(ValueError, match=message + "cuda torch.float32"):
+        with pytest.raises(ValueError, match=f"'{name}': needs bf16 or fp16, not torch.float32"):
             backends.resolve_backend(name, HEADS, CUDA)
     with pytest.raises(ValueError, match="head_dim that is a multiple of 8 from 16 on, not 20"):
         backends.resolve_backend("triton", Heads(2, 20, torch.float32), CUDA)

@@ -198,7 +198,7 @@ def test_model_runners_with_graphs_are_recognised() -> None:
     assert wrapper_module.new_runner_has_graphs() == (MINOR >= 28)
 
 
-def test_tower_lora_is_left_to_vllm(make_model, caplog) -> None:
+def test_tower_lora_is_left_to_vllm(make_model, monkeypatch, caplog) -> None:
     """KNOWN_FAILURES 24."""
     model = make_model(lora=True, ranks=2)
     assert model.vitgraph is None
@@ -207,6 +207,12 @@ def test_tower_lora_is_left_to_vllm(make_model, caplog) -> None:
     assert not model.test_config.compilation_config.cudagraph_mm_encoder
     assert "vLLM's own vision tower serves" in caplog.text
     assert "no encoder graphs: packing reorders items" in caplog.text
+    assert "TRITON_ATTN is vLLM's own" not in caplog.text
+    enum = type(model.visual.attn_backend)
+    vision = "vllm.model_executor.models.qwen3_vl.get_vit_attn_backend"
+    monkeypatch.setattr(vision, lambda *_, **__: enum.TRITON_ATTN)
+    make_model(lora=True)
+    assert "TRITON_ATTN is vLLM's own then, and slow" in caplog.text
 
 
 def test_quantised_tower_is_left_to_vllm(make_model, monkeypatch, caplog) -> None:

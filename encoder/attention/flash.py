@@ -20,6 +20,7 @@ from vitgraph.encoder.attention.trial import (
     Heads,
     guarded,
     try_out,
+    what_is_lacking,
 )
 from vitgraph.kernels.layout import Layout
 
@@ -161,8 +162,8 @@ def build_with(provider: Provider) -> Build:
 def probe(provider: Provider, heads: Heads, device: torch.device) -> Capability:
     """Whether a provider serves; tried out once."""
     answer = functools.partial(Capability, "flash_attn", provider.name)
-    if device.type != "cuda" or heads.dtype not in (torch.float16, torch.bfloat16):
-        return answer(False, f"needs CUDA and bf16 or fp16, not {device.type} {heads.dtype}")
+    if reason := what_is_lacking(heads, device):
+        return answer(False, reason)
     if not is_installed(provider.module):
         return answer(False, "not installed")
     try:

@@ -18,6 +18,7 @@ from vitgraph.encoder.attention.trial import (
     Heads,
     guarded,
     try_out,
+    what_is_lacking,
 )
 from vitgraph.kernels.layout import Layout
 
@@ -88,8 +89,7 @@ def build(layout: Layout, heads: Heads, copies: bool = False) -> Attend:
 def serving(heads: Heads, device: torch.device) -> tuple[Capability, Build]:
     """Whether FlashInfer serves, and how; tried out once."""
     answer = functools.partial(Capability, "flashinfer", "flashinfer-python")
-    if device.type != "cuda" or heads.dtype not in (torch.float16, torch.bfloat16):
-        reason = f"needs CUDA and bf16 or fp16, not {device.type} {heads.dtype}"
+    if reason := what_is_lacking(heads, device):
         return answer(False, reason), build
     for module, package in PACKAGES.items():
         if not is_installed(module):

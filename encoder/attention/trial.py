@@ -43,6 +43,15 @@ class Heads:
 Build = Callable[[Layout, Heads], Attend]
 
 
+def what_is_lacking(heads: Heads, device: torch.device) -> str | None:
+    """What every library needs and this lacks, or None."""
+    if device.type != "cuda":
+        return f"needs CUDA, not {device.type}"
+    if heads.dtype not in (torch.float16, torch.bfloat16):
+        return f"needs bf16 or fp16, not {heads.dtype}"
+    return None
+
+
 @dataclass(frozen=True)
 class Capability:
     """Whether a backend serves heads on a device.

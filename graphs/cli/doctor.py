@@ -31,7 +31,7 @@ MODULES = {  # distribution -> what it is imported as
     "sglang": "sglang",
     "flash-attn": "flash_attn",
     "flash-attn-4": "flash_attn.cute",
-    "fa3-fwd": "flash_attn_interface",
+    "fa3-fwd": "fa3_fwd_interface",
     "flashinfer-python": "flashinfer",
     "nvidia-cudnn-frontend": "cudnn",
     "prometheus-client": "prometheus_client",

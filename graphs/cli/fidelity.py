@@ -203,6 +203,8 @@ def _save(
     if (figure := picture(distances)) is not None:
         figure.savefig(path.with_suffix(".png"), dpi=120)
         written.append(str(path.with_suffix(".png")))
+    else:
+        console.print("no picture: pip install matplotlib")
     console.print(f"wrote {', '.join(written)}", markup=False)
 
 

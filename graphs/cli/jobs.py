@@ -103,6 +103,8 @@ class Job:
         device, dtype, _ = choose(args)
         workers = default_workers(len(self.files), device) if args.workers is None else args.workers
         paths, pin = list(self.files.values()), device.type == "cuda"
+        if not args.keep_going and (gone := [path for path in paths if not path.exists()]):
+            raise ValueError(f"{gone[0]}: no such file")  # told before weights are loaded
         items = read_all(self.loader, paths, workers, pin=pin)
         manager = build_manager(args, self.console)
         started = time.perf_counter()

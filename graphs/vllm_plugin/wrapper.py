@@ -51,8 +51,12 @@ class VisionTowerWrapper(VllmModel):
             compilation.cudagraph_mm_encoder = False  # the runner asks after the model was built
             logger.warning("vitgraph: no encoder graphs: %s", no_graphs)
         if encoder is None:
+            slow = getattr(getattr(self.visual, "attn_backend", None), "name", "") == "TRITON_ATTN"
             logger.warning(
-                "vitgraph: vLLM's own vision tower serves %s: %s", type(self).__name__, reason
+                "vitgraph: vLLM's own vision tower serves %s: %s%s",
+                type(self).__name__,
+                reason,
+                "; TRITON_ATTN is vLLM's own then, and slow" if slow else "",
             )
             return
         if getattr(compilation, "compile_mm_encoder", False):
@@ -243,10 +247,8 @@ def why_no_graphs(vllm_config: Any, encoder: SharedEncoder | None) -> str | None
         return (
             "this model runner of vLLM captures nothing, encoders included, in cudagraph_mode NONE"
         )
-    if encoder is not None and encoder.attention == "sdpa":
-        device = encoder.tower.device.type
-        if device == "cuda":
-            return "TORCH_SDPA reads sequence lengths on the host"
+    if encoder is not None and (encoder.attention, encoder.tower.device.type) == ("sdpa", "cuda"):
+        return "TORCH_SDPA reads sequence lengths on the host"
     return None
 
 
