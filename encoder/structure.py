@@ -60,6 +60,8 @@ class Structure:
         self._described = dict(_describe(module))
         self._buffers = [part._buffers for _, part in named if FREQUENCIES in part._buffers]
         self._frequencies = [*map(_state_of_frequencies, self._buffers)]
+        # Kept, as the id of a tensor that is gone comes again.
+        self._kept = [buffers[FREQUENCIES] for buffers in self._buffers]
 
     def unchanged(self) -> bool:
         """Whether all is as it was. Thousands of lookups before every batch: by map, in a tenth of
@@ -171,10 +173,10 @@ def _describe(module: nn.Module) -> Iterator[tuple[str, object]]:
             yield path, (id(part), type(part), type(part).forward, space.get("forward"), hooks)
 
 
-def _state_of_frequencies(buffers: Mapping[str, Tensor]) -> tuple[int, int]:
+def _state_of_frequencies(buffers: Mapping[str, Tensor | None]) -> tuple[int, int]:
     """Which tensor it is, and how often it was changed in place (inference tensors do not say)."""
     tensor = buffers[FREQUENCIES]
-    return id(tensor), -1 if tensor.is_inference() else tensor._version
+    return id(tensor), -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _copied(value: object) -> object:

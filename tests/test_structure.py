@@ -193,7 +193,24 @@ ATTRIBUTES = {
     "scaling": each_block(lambda block: setattr(block.attn, "scaling", block.attn.scaling / 2)),
     "act_fn": each_block(lambda block: setattr(block.mlp, "act_fn", nn.ReLU())),
     "inv_freq": lambda tower: tower.rotary_pos_emb.inv_freq.mul_(0.5),
+    "inv_freq is missing": lambda tower: delattr(tower.rotary_pos_emb, "inv_freq"),
+    "inv_freq None": lambda tower: setattr(tower.rotary_pos_emb, "inv_freq", None),
+    "inv_freq on meta": lambda tower: tower.rotary_pos_emb.to("meta"),
 }
+
+
+def test_frequencies_that_were_replaced_twice_are_seen(tower) -> None:
+    """KNOWN_FAILURES 34: the second would get the id of the first, once that is gone."""
+    rotary = tower.rotary_pos_emb
+    rotary.inv_freq = rotary.inv_freq.clone()
+    structure, first = Structure(tower), id(rotary.inv_freq)
+    half = rotary.inv_freq / 2
+    for _ in range(100):
+        rotary.inv_freq = half.clone()
+        if id(rotary.inv_freq) == first:
+            break
+    assert not structure.unchanged()
+    assert structure.changed(tower) == ["rotary_pos_emb.inv_freq"]
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
@@ -202,11 +219,11 @@ def test_attributes_that_change_results_are_refused(name, tower, pixels) -> None
     other = copy.deepcopy(tower)
     ATTRIBUTES[name](tower)
     for take in (served, lambda tower, _: Qwen3VLVisionEncoder.from_transformers(tower)):
-        with pytest.raises(ValueError, match=name):
+        with pytest.raises(ValueError, match=name.split()[0]):
             take(tower, False)
     served(other, False)
     ATTRIBUTES[name](other)
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=name.split()[0]):
         other(pixels, torch.tensor(GRIDS))
 
 

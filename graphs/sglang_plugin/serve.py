@@ -43,7 +43,7 @@ def find_towers(model: Any) -> Iterator[nn.Module]:
     parts = model.modules() if isinstance(model, nn.Module) else ()
     for part in parts:
         is_tower = any(kind.__name__ == TOWER for kind in type(part).__mro__)
-        if is_tower and type(part.pos_embed).__name__ != "PPMissingLayer":
+        if is_tower and type(getattr(part, "pos_embed", None)).__name__ != "PPMissingLayer":
             yield part
 
 
