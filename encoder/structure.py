@@ -51,7 +51,7 @@ class Structure:
         self._parents = [children for children in registers if children]
         self._sizes = [len(children) for children in self._parents]
         self._hooks = [space[name] for space in spaces for name in HOOKS]
-        self._num_hooks, self._registered = [*map(len, self._hooks)], RemovableHandle.next_id
+        self._keys, self._registered = [*map(tuple, self._hooks)], RemovableHandle.next_id
         # Looked up again, and compared: children and attributes.
         looked_up = [(part._modules, name) for _, part in named for name in part._modules]
         looked_up += [(vars(p), name) for _, p in named for name in ATTRIBUTES if name in vars(p)]
@@ -82,7 +82,7 @@ class Structure:
     def _same_hooks(self) -> bool:
         """Looked at only where a hook was registered somewhere, for torch counts them."""
         if self._registered != RemovableHandle.next_id:
-            if [*map(len, self._hooks)] != self._num_hooks:
+            if [*map(tuple, self._hooks)] != self._keys:  # each has a number of its own
                 return False
             self._registered = RemovableHandle.next_id
         return True

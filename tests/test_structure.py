@@ -152,6 +152,21 @@ def test_a_patched_class_is_seen(tower, pixels, monkeypatch) -> None:
         tower(pixels, torch.tensor(GRIDS))
 
 
+def test_a_hook_in_the_place_of_another_is_seen(tower, pixels) -> None:
+    """KNOWN_FAILURES 33: transformers' own, which records hidden states, is none of ours."""
+    served(tower, False)
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match="output_hidden_states"):
+            tower(pixels, torch.tensor(GRIDS), output_hidden_states=True)
+        tower(pixels, torch.tensor(GRIDS))
+    hooks = tower.blocks[0]._forward_hooks
+    assert len(hooks) == 1
+    hooks.clear()
+    tower.blocks[0].register_forward_hook(lambda module, inputs, output: 0 * output)
+    with pytest.raises(ValueError, match=r"blocks\.0 has 1 forward hook"):
+        tower(pixels, torch.tensor(GRIDS))
+
+
 def test_what_was_removed_again_hinders_nobody(tower, pixels) -> None:
     served(tower, True)
     expected = tower(pixels, torch.tensor(GRIDS)).pooler_output
