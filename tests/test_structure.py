@@ -152,6 +152,16 @@ def test_a_patched_class_is_seen(tower, pixels, monkeypatch) -> None:
         tower(pixels, torch.tensor(GRIDS))
 
 
+def test_a_subclass_with_a_forward_is_refused(tower) -> None:
+    """KNOWN_FAILURES 33: it would be left out; a subclass without one is served."""
+    tower.__class__ = type("Mine", (type(tower),), {})
+    served(tower, False)
+    restore_vision_tower(tower)
+    tower.__class__ = type("Doubled", (type(tower),), {"forward": lambda self, x, grid_thw: 2 * x})
+    with pytest.raises(ValueError, match="a forward of its own, which would be left out"):
+        served(tower, False)
+
+
 def test_a_hook_in_the_place_of_another_is_seen(tower, pixels) -> None:
     """KNOWN_FAILURES 33: transformers' own, which records hidden states, is none of ours."""
     served(tower, False)

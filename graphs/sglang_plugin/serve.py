@@ -54,6 +54,9 @@ def why_not_served(tower: Any, flags: Any) -> str | None:
         return "this server leaves the encoding to others (--language-only)"
     if getattr(flags, "disaggregation_mode", None) == "decode":
         return "this server only decodes (--disaggregation-mode)"
+    definer = next(kind for kind in type(tower).__mro__ if "forward" in vars(kind))
+    if "forward" in vars(tower) or definer.__name__ != TOWER:
+        return "it has a forward of its own"
     ranks = tower.blocks[0].attn.tp_size
     if ranks > 1:
         advice = (
