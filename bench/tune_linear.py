@@ -174,6 +174,7 @@ def main() -> None:
                 results += [
                     {"layer": layer, "rows": rows, "us": us, "of_table": config == own}
                     | asdict(config)
+                    | {"large": named(config.large), "small": named(config.small)}
                     for config, us in times.items()
                 ]
     console = Console(width=120)
@@ -182,6 +183,11 @@ def main() -> None:
         console.print(f"left out: {what} (no time left of {args.seconds:g} s)")
     if args.save:
         args.save.write_text(json.dumps({"gpu": gpu.name, "results": results}, indent=1) + "\n")
+
+
+def named(tile: Tile | None) -> dict[str, int] | None:
+    """A tile for JSON, which would write a plain list of numbers."""
+    return tile and tile._asdict()
 
 
 def describe(

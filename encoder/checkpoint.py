@@ -182,17 +182,25 @@ def load_vision_weights(
     """
     parameters = dict(module.named_parameters())
     weight_map = checkpoint.weight_map()
-    prefix = next((p for p in PREFIXES if f"{p}patch_embed.proj.weight" in weight_map), None)
-    if prefix is None:
+    prefixes = [p for p in PREFIXES if f"{p}patch_embed.proj.weight" in weight_map]
+    if not prefixes:
         raise ValueError(
             f"{checkpoint.name} holds no vision tower: none of its {len(weight_map)} tensors is "
             f"{' or '.join(f'{p}patch_embed.proj.weight' for p in PREFIXES)}"
         )
-    stored_names = {
-        our_name(name.removeprefix(prefix)): name for name in weight_map if name.startswith(prefix)
-    }
+    if len(prefixes) > 1:
+        raise ValueError(
+            f"{checkpoint.name} holds {len(prefixes)} vision towers, and nothing says which to "
+            f"take: {' and '.join(f'{p}patch_embed.proj.weight' for p in prefixes)}"
+        )
+    (prefix,), twice = prefixes, []
+    stored_names: dict[str, str] = {}
+    for name in filter(lambda name: name.startswith(prefix), weight_map):
+        other = stored_names.setdefault(our_name(name.removeprefix(prefix)), name)
+        if other != name:
+            twice.append(f"{other} and {name} are the same tensor under two names")
     files = {name: weight_map[stored] for name, stored in stored_names.items()}
-    problems = [f"missing {name}" for name in sorted(parameters.keys() - files.keys())]
+    problems = twice + [f"missing {name}" for name in sorted(parameters.keys() - files.keys())]
     problems += [f"unexpected {name}" for name in sorted(files.keys() - parameters.keys())]
     common = sorted(parameters.keys() & files.keys())
     with ExitStack() as stack:

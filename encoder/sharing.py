@@ -30,6 +30,11 @@ def config_of(tower: Any) -> VisionConfig:
     """
     if not is_tower(tower):
         raise ValueError(f"{type(tower).__name__} is another kind of tower; {SUPPORTED}")
+    if getattr(tower, "config", None) is None:  # SGLang's has that name
+        raise ValueError(
+            f"{type(tower).__module__}.{type(tower).__name__} is not transformers' tower of that "
+            f"name: it has no config"
+        )
     return VisionConfig.from_dict(tower.config.to_dict())
 
 
@@ -72,7 +77,9 @@ def why_not_transformers(tower: Any, config: VisionConfig) -> str | None:
     for name, found, computed in _attributes(tower, config):
         if found != computed:
             return f"the tower's {name} is {found!r:.60}, vitgraph computes {computed!r:.60}"
-    frequencies = tower.rotary_pos_emb.inv_freq
+    frequencies = getattr(tower.rotary_pos_emb, "inv_freq", None)
+    if frequencies is None or frequencies.is_meta:
+        return "the tower's rotary_pos_emb.inv_freq has no values: it is missing or on meta"
     computed = rotary_frequencies(config.head_dim, config.rope_theta, torch.device("cpu"))
     if not _close(frequencies.cpu(), computed):
         return f"the tower's rotary_pos_emb.inv_freq is not that of theta {config.rope_theta}"

@@ -51,7 +51,7 @@ class Structure:
         self._parents = [children for children in registers if children]
         self._sizes = [len(children) for children in self._parents]
         self._hooks = [space[name] for space in spaces for name in HOOKS]
-        self._num_hooks, self._registered = [*map(len, self._hooks)], RemovableHandle.next_id
+        self._keys, self._registered = [*map(tuple, self._hooks)], RemovableHandle.next_id
         # Looked up again, and compared: children and attributes.
         looked_up = [(part._modules, name) for _, part in named for name in part._modules]
         looked_up += [(vars(p), name) for _, p in named for name in ATTRIBUTES if name in vars(p)]
@@ -60,6 +60,8 @@ class Structure:
         self._described = dict(_describe(module))
         self._buffers = [part._buffers for _, part in named if FREQUENCIES in part._buffers]
         self._frequencies = [*map(_state_of_frequencies, self._buffers)]
+        # Kept, as the id of a tensor that is gone comes again.
+        self._kept = [buffers[FREQUENCIES] for buffers in self._buffers]
 
     def unchanged(self) -> bool:
         """Whether all is as it was. Thousands of lookups before every batch: by map, in a tenth of
@@ -80,7 +82,7 @@ class Structure:
     def _same_hooks(self) -> bool:
         """Looked at only where a hook was registered somewhere, for torch counts them."""
         if self._registered != RemovableHandle.next_id:
-            if [*map(len, self._hooks)] != self._num_hooks:
+            if [*map(tuple, self._hooks)] != self._keys:  # each has a number of its own
                 return False
             self._registered = RemovableHandle.next_id
         return True
@@ -171,10 +173,10 @@ def _describe(module: nn.Module) -> Iterator[tuple[str, object]]:
             yield path, (id(part), type(part), type(part).forward, space.get("forward"), hooks)
 
 
-def _state_of_frequencies(buffers: Mapping[str, Tensor]) -> tuple[int, int]:
+def _state_of_frequencies(buffers: Mapping[str, Tensor | None]) -> tuple[int, int]:
     """Which tensor it is, and how often it was changed in place (inference tensors do not say)."""
     tensor = buffers[FREQUENCIES]
-    return id(tensor), -1 if tensor.is_inference() else tensor._version
+    return id(tensor), -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _copied(value: object) -> object:

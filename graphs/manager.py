@@ -131,10 +131,9 @@ class EncoderCudaGraphManager:
             with on_device(self.device), torch.inference_mode(False), torch.no_grad():
                 graphs = BudgetGraphs(self.model, self._requested, self.device, self.dtype)
                 graphs.capture(self._requested.budgets, self._capturing_stream())
-                self._graphs = graphs
+                captured = tuple(sorted(graphs.by_budget)) or self._requested.budgets
+                self._graphs, self.limits = graphs, replace(self._requested, budgets=captured)
                 self._warm_up()
-            captured = tuple(sorted(graphs.by_budget))
-            self.limits = replace(self._requested, budgets=captured or self._requested.budgets)
 
     def _warm_up(self) -> None:
         """Let the model compile what a miss will need."""
@@ -241,8 +240,8 @@ class EncoderCudaGraphManager:
         self, mm_kwargs: dict[str, Any], items: list[Item], runs: list[Run], borrow: bool
     ) -> Tensor:
         replays = any(pack.budget is not None for pack, _ in runs)
-        late = replays and self._graphs.on_gpu  # in the time that the GPU takes
-        if not late:  # the forward runs, on what the modules are now
+        eager = not self._graphs.on_gpu or any(pack.budget is None for pack, _ in runs)
+        if eager:  # the forward runs, on what the modules are now
             self._check_modules(replays)
         if len(runs) == 1:
             pack, watch = runs[0]
@@ -251,7 +250,7 @@ class EncoderCudaGraphManager:
             check_rows(self.model, rows, pack.tokens)
         else:
             rows = self._run_apart(mm_kwargs, items, runs)
-        if late:
+        if not eager:  # in the time that the GPU takes
             self._check_modules(replays)
         # Counted when all of it was launched: a batch that raises leaves the numbers as they were.
         for pack, _ in runs:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vitgraph.encoder import Qwen3VLVisionEncoder
-from vitgraph.encoder.config import SUPPORTED
+from vitgraph.encoder.config import SUPPORTED, TOWERS
 from vitgraph.encoder.sharing import RESTORE, is_tower, why_not_transformers
 from vitgraph.encoder.structure import Structure
 from vitgraph.graphs.addresses import Addresses
@@ -173,7 +173,8 @@ def replace_vision_tower(
     tower = _tower(model)
     if isinstance(tower, VisionTower):
         raise ValueError("vitgraph serves this tower already; restore_vision_tower(model) first")
-    if "forward" in vars(tower):  # as accelerate's hooks do it
+    definer = next(kind for kind in type(tower).__mro__ if "forward" in vars(kind))
+    if "forward" in vars(tower) or definer.__name__ not in TOWERS:  # accelerate's hooks; a subclass
         raise ValueError(f"the tower has a forward of its own, which would be left out: {RESTORE}")
     service = _Service(tower, config, attention, batch_invariant)
     own = type(tower)

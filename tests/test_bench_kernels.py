@@ -101,6 +101,7 @@ def test_tune_linear_prints_what_it_timed_and_what_not(monkeypatch, tmp_path, ca
         (10.0, False),
         (30.0, False),
     ]
+    assert [row["large"] for row in saved[1:]] == [fast.large._asdict(), slow.large._asdict()]
     printed = capsys.readouterr().out
     lines = [line.split() for line in printed.splitlines() if line.strip().startswith("qkv")]
     assert [line[2] for line in lines] == ["10.0", "20.0", "30.0", "20.0"]

@@ -85,20 +85,37 @@ def test_what_graphs_read_stays_allocated_until_they_go(tower, make_batch) -> No
     assert weight.expired()
 
 
-def test_the_replay_starts_before_modules_are_looked_at(reference, batch, monkeypatch) -> None:
-    """As on a GPU, with graphs that only count; what was launched in vain is not handed out."""
+def counting(reference, monkeypatch) -> tuple[EncoderCudaGraphManager, list[int]]:
+    """As on a GPU, with graphs that only count."""
     manager = captured(Qwen3VLVisionEncoder.from_transformers(copy.deepcopy(reference)))
     launched: list[int] = []
     for budget, graph in manager.budget_graphs.items():
         graph.graph = SimpleNamespace(replay=partial(launched.append, budget))
         graph.output_buffer = torch.zeros(budget, manager.model.config.output_width)
     monkeypatch.setattr(manager._graphs, "on_gpu", True)
+    return manager, launched
+
+
+def test_the_replay_starts_before_modules_are_looked_at(reference, batch, monkeypatch) -> None:
+    """What was launched in vain is not handed out."""
+    manager, launched = counting(reference, monkeypatch)
     manager.execute(batch([(1, 4, 4)]))
     counted = manager.get_cumulative_stats()
     manager.model.module.blocks[0].mlp.register_forward_hook(print)
     with pytest.raises(ValueError, match=r"blocks\.0\.mlp has 1 forward hook, which would be left"):
         manager.execute(batch([(1, 4, 4)]))
     assert launched == [16, 16] and manager.get_cumulative_stats() == counted
+
+
+def test_modules_are_looked_at_before_a_forward_that_would_stumble(
+    reference, batch, monkeypatch
+) -> None:
+    """Beside an item that runs eagerly: the message is about the weight, and nothing ran."""
+    manager, launched = counting(reference, monkeypatch)
+    del manager.model.module.merger.norm.bias
+    with pytest.raises(RuntimeError, match=r"1 of \d+ weights moved since capture, merger\.norm"):
+        manager.execute(batch([(1, 4, 4), (1, 40, 40)]))
+    assert launched == []
 
 
 def test_moved_weights_may_run_eagerly(tower, make_batch) -> None:
@@ -422,6 +439,22 @@ class NoMemoryToWarmUp(Failing):
 
     def warm_up_encoder_eager(self) -> None:
         fail()
+
+
+def test_a_warm_up_that_fails_leaves_what_was_captured(encoder, batch) -> None:
+    """The budgets that were dropped are gone from the limits, too."""
+    model = OutOfMemory(encoder)
+
+    def warm_up() -> None:
+        raise RuntimeError("a kernel does not compile")
+
+    model.warm_up_encoder_eager = warm_up
+    manager = EncoderCudaGraphManager(model, BUDGETS)
+    with pytest.raises(RuntimeError, match="does not compile"):
+        manager.capture()
+    assert manager.budgets == (16, 64)
+    manager.execute(batch([(1, 20, 20)]))
+    assert manager.get_cumulative_stats()["misses_by_reason"] == {"too_large": 1}
 
 
 def test_graphs_are_kept_where_nothing_else_fits(tower, make_batch, caplog) -> None:

@@ -42,6 +42,25 @@ def test_prefixes(prefix, tower, encoder, tools, tmp_path) -> None:
         assert torch.equal(parameter, encoder.get_parameter(name)), name
 
 
+def test_two_towers_are_refused(tower, tools, tmp_path) -> None:
+    """KNOWN_FAILURES 43: nothing says which of them the model would use."""
+    tensors = {f"visual.{name}": tensor for name, tensor in tower.items()}
+    others = {f"thinker.{name}": tensor + 1 for name, tensor in tensors.items()}
+    write(tmp_path, tensors | others, tools.tiny)
+    with pytest.raises(ValueError, match=r"holds 2 vision towers.* visual\..* thinker\.visual\."):
+        Qwen3VLVisionEncoder.from_pretrained(tmp_path)
+
+
+def test_a_tensor_under_two_names_is_refused(tower, tools, tmp_path) -> None:
+    """KNOWN_FAILURES 43: ours, and Qwen3-Omni's."""
+    tensors = {f"visual.{name}": tensor for name, tensor in tower.items()}
+    tensors["visual.merger.ln_q.weight"] = tower["merger.norm.weight"] + 1
+    write(tmp_path, tensors, tools.tiny)
+    with pytest.raises(ValueError, match="are the same tensor under two names") as error:
+        Qwen3VLVisionEncoder.from_pretrained(tmp_path)
+    assert {"visual.merger.ln_q.weight", "visual.merger.norm.weight"} <= {*str(error.value).split()}
+
+
 def test_only_the_towers_shards_are_opened(tower, tools, tmp_path) -> None:
     tensors = {f"model.visual.{name}": tensor for name, tensor in tower.items()}
     names = sorted(tensors)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.graphs.cli import fidelity as script
@@ -78,6 +79,17 @@ def test_the_worst_item() -> None:
     one = script.Distance("a.jpg", 4, "bfloat16", "merged", 0.9, 0.8, 0.1)
     assert script.worst([one, replace(one, item="b.jpg", cosine=0.8)]).item == "b.jpg"
     assert script.worst([replace(one, item="c.jpg", cosine=math.nan), one]).item == "c.jpg"
+
+
+def test_the_ten_worst_are_shown_in_order(capsys) -> None:
+    """A NaN before all, wherever it is."""
+    one = script.Distance("", 4, "bfloat16", "merged", 0, 0.8, 0.1)
+    cosines = [0.5 + index / 100 for index in range(12)]
+    cosines[6] = math.nan
+    distances = [replace(one, item=f"{c:g}.jpg", cosine=c) for c in reversed(cosines)]
+    assert script._verdict(distances, 0.9, Console(width=200)) == 1
+    shown = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()][:10]
+    assert shown == ["nan.jpg", *[f"{c:g}.jpg" for c in cosines if c == c][:9]]
 
 
 def test_a_file_that_cannot_be_read(tmp_path, capsys) -> None:

@@ -18,7 +18,7 @@ from vitgraph.encoder import Qwen3VLVisionEncoder
 from vitgraph.encoder.attention import backends
 from vitgraph.encoder.attention.trial import Capability, Heads
 from vitgraph.encoder.checkpoint import our_name
-from vitgraph.graphs import CompilationConfig, sglang_plugin
+from vitgraph.graphs import CompilationConfig, replace_vision_tower, sglang_plugin
 from vitgraph.graphs.sglang_plugin import names, report, serve, settings
 from vitgraph.graphs.sglang_plugin.tower import ServedTower, TowerService, adopt
 
@@ -308,11 +308,47 @@ def test_norms_of_another_device(tower) -> None:
     assert "its norms are LayerNorm" in serve.why_not_served(tower, flags())
 
 
+def test_a_forward_of_its_own_is_left_alone(tower) -> None:
+    """KNOWN_FAILURES 33: of a subclass; Qwen3-Omni's has none."""
+    tower.__class__ = type("Omni", (type(tower),), {})
+    assert serve.why_not_served(tower, flags()) is None
+    tower.__class__ = type("Doubled", (type(tower),), {"forward": lambda self, x, grid_thw: 2 * x})
+    assert serve.why_not_served(tower, flags()) == "it has a forward of its own"
+
+
 def test_towers_are_found_anywhere_but_in_later_stages_of_a_pipeline(tower) -> None:
     model = nn.ModuleDict({"thinker": nn.ModuleDict({"visual": tower})})
     assert list(serve.find_towers(model)) == [tower]
     tower.pos_embed = type("PPMissingLayer", (nn.Identity,), {})()
     assert list(serve.find_towers(model)) == []
+
+
+def test_a_tower_unlike_any_other_is_left_alone(tower, caplog) -> None:
+    """KNOWN_FAILURES 27: SGLang goes on."""
+    del tower.pos_embed
+    serve.serve(nn.ModuleDict({"visual": tower}))
+    (line,) = caplog.messages
+    assert line.startswith("vitgraph: SGLang's own vision tower serves ModuleDict: ")
+
+
+def test_a_tower_that_was_declined_for_a_while(tower, plain_modules, caplog, batch) -> None:
+    """Said when it begins, and when it ends."""
+    service = TowerService(tower, CompilationConfig(), "auto", False)
+    call = batch([(1, 4, 4)])
+    arguments = call["pixel_values"], call["image_grid_thw"]
+    hook = tower.blocks[0].register_forward_hook(lambda *_: None)
+    assert service.encode(*arguments) is None and service.encode(*arguments) is None
+    hook.remove()
+    assert service.encode(*arguments) is not None and service.encode(*arguments) is not None
+    first, second = caplog.messages
+    assert "SGLang's own vision tower serves: the tower's blocks.0 has 1 forward hook" in first
+    assert second == "vitgraph serves the vision tower again"
+
+
+def test_sglangs_tower_is_not_transformers(tower) -> None:
+    """Of the same name."""
+    with pytest.raises(ValueError, match="Qwen3VLMoeVisionModel is not transformers' tower"):
+        replace_vision_tower(nn.ModuleDict({"visual": tower}))
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,31 @@ def test_a_patched_class_is_seen(tower, pixels, monkeypatch) -> None:
         tower(pixels, torch.tensor(GRIDS))
 
 
+def test_a_subclass_with_a_forward_is_refused(tower) -> None:
+    """KNOWN_FAILURES 33: it would be left out; a subclass without one is served."""
+    tower.__class__ = type("Mine", (type(tower),), {})
+    served(tower, False)
+    restore_vision_tower(tower)
+    tower.__class__ = type("Doubled", (type(tower),), {"forward": lambda self, x, grid_thw: 2 * x})
+    with pytest.raises(ValueError, match="a forward of its own, which would be left out"):
+        served(tower, False)
+
+
+def test_a_hook_in_the_place_of_another_is_seen(tower, pixels) -> None:
+    """KNOWN_FAILURES 33: transformers' own, which records hidden states, is none of ours."""
+    served(tower, False)
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match="output_hidden_states"):
+            tower(pixels, torch.tensor(GRIDS), output_hidden_states=True)
+        tower(pixels, torch.tensor(GRIDS))
+    hooks = tower.blocks[0]._forward_hooks
+    assert len(hooks) == 1
+    hooks.clear()
+    tower.blocks[0].register_forward_hook(lambda module, inputs, output: 0 * output)
+    with pytest.raises(ValueError, match=r"blocks\.0 has 1 forward hook"):
+        tower(pixels, torch.tensor(GRIDS))
+
+
 def test_what_was_removed_again_hinders_nobody(tower, pixels) -> None:
     served(tower, True)
     expected = tower(pixels, torch.tensor(GRIDS)).pooler_output
@@ -193,7 +218,24 @@ ATTRIBUTES = {
     "scaling": each_block(lambda block: setattr(block.attn, "scaling", block.attn.scaling / 2)),
     "act_fn": each_block(lambda block: setattr(block.mlp, "act_fn", nn.ReLU())),
     "inv_freq": lambda tower: tower.rotary_pos_emb.inv_freq.mul_(0.5),
+    "inv_freq is missing": lambda tower: delattr(tower.rotary_pos_emb, "inv_freq"),
+    "inv_freq None": lambda tower: setattr(tower.rotary_pos_emb, "inv_freq", None),
+    "inv_freq on meta": lambda tower: tower.rotary_pos_emb.to("meta"),
 }
+
+
+def test_frequencies_that_were_replaced_twice_are_seen(tower) -> None:
+    """KNOWN_FAILURES 34: the second would get the id of the first, once that is gone."""
+    rotary = tower.rotary_pos_emb
+    rotary.inv_freq = rotary.inv_freq.clone()
+    structure, first = Structure(tower), id(rotary.inv_freq)
+    half = rotary.inv_freq / 2
+    for _ in range(100):
+        rotary.inv_freq = half.clone()
+        if id(rotary.inv_freq) == first:
+            break
+    assert not structure.unchanged()
+    assert structure.changed(tower) == ["rotary_pos_emb.inv_freq"]
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
@@ -202,11 +244,11 @@ def test_attributes_that_change_results_are_refused(name, tower, pixels) -> None
     other = copy.deepcopy(tower)
     ATTRIBUTES[name](tower)
     for take in (served, lambda tower, _: Qwen3VLVisionEncoder.from_transformers(tower)):
-        with pytest.raises(ValueError, match=name):
+        with pytest.raises(ValueError, match=name.split()[0]):
             take(tower, False)
     served(other, False)
     ATTRIBUTES[name](other)
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=name.split()[0]):
         other(pixels, torch.tensor(GRIDS))
 
 

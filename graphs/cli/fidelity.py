@@ -3,6 +3,7 @@ checkpoint and on pictures of one's own, against the same weights in float32."""
 
 import argparse
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -142,7 +143,12 @@ def _groups(distances: Sequence[Distance]) -> dict[tuple[str, str], list[Distanc
 
 def worst(distances: Sequence[Distance]) -> Distance:
     """The item that is least alike; one with a NaN before all."""
-    return min(distances, key=lambda d: d.cosine if d.cosine == d.cosine else float("-inf"))
+    return min(distances, key=_likeness)
+
+
+def _likeness(distance: Distance) -> float:
+    """Its cosine, to sort by: NaN compares with nothing."""
+    return float("-inf") if math.isnan(distance.cosine) else distance.cosine
 
 
 def table(distances: Sequence[Distance]) -> Table:
@@ -212,7 +218,7 @@ def _verdict(distances: Sequence[Distance], at_least: float | None, console: Con
     if at_least is None:
         return 0
     below = [distance for distance in distances if not distance.cosine >= at_least]
-    for distance in sorted(below, key=lambda d: d.cosine)[:10]:
+    for distance in sorted(below, key=_likeness)[:10]:
         line = f"{distance.item}: {distance.part} of {distance.variant} has cosine"
         console.print(f"{line} {distance.cosine:.6f}, below {at_least:g}", markup=False)
     items = len({distance.item for distance in below})

@@ -43,7 +43,7 @@ def find_towers(model: Any) -> Iterator[nn.Module]:
     parts = model.modules() if isinstance(model, nn.Module) else ()
     for part in parts:
         is_tower = any(kind.__name__ == TOWER for kind in type(part).__mro__)
-        if is_tower and type(part.pos_embed).__name__ != "PPMissingLayer":
+        if is_tower and type(getattr(part, "pos_embed", None)).__name__ != "PPMissingLayer":
             yield part
 
 
@@ -54,6 +54,9 @@ def why_not_served(tower: Any, flags: Any) -> str | None:
         return "this server leaves the encoding to others (--language-only)"
     if getattr(flags, "disaggregation_mode", None) == "decode":
         return "this server only decodes (--disaggregation-mode)"
+    definer = next(kind for kind in type(tower).__mro__ if "forward" in vars(kind))
+    if "forward" in vars(tower) or definer.__name__ != TOWER:
+        return "it has a forward of its own"
     ranks = tower.blocks[0].attn.tp_size
     if ranks > 1:
         advice = (

@@ -125,7 +125,7 @@ class TowerService:
         """Share the tower's weights anew where they moved or were replaced, and capture again;
         False where our encoder cannot serve what the tower is now."""
         if self.unchanged():
-            self._declined = None
+            self._serve_again()
             return True
         if reason := self._why_not():
             if reason != self._declined:
@@ -134,13 +134,16 @@ class TowerService:
             return False
         with torch.inference_mode(False), torch.no_grad():
             self._share()
-        if self._declined is not None:
-            logger.warning("vitgraph serves the vision tower again")
-            self._declined = None
+        self._serve_again()
         if self.manager.is_captured():
             logger.warning("vitgraph: weights moved: encoder graphs are captured again")
             self._capture_again()
         return True
+
+    def _serve_again(self) -> None:
+        if self._declined is not None:
+            logger.warning("vitgraph serves the vision tower again")
+            self._declined = None
 
     def _capture_again(self) -> None:
         try:
