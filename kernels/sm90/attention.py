@@ -289,8 +289,7 @@ def launch_attention_sm90(
     descriptors = []
     for rows in (config.rows, config.block_n):
         for columns in (64, 16):
-            box = [1, rows, columns]
-            layout = box_layout(rows, columns, dtype)
+            box, layout = [1, rows, columns], box_layout(rows, columns, dtype)
             descriptors.append(TensorDescriptor(qkv, shape, strides, box, layout))
     attention_sm90_kernel[(programs,)](
         *descriptors, out, schedule.table, schedule.state, schedule.partials, scale_log2,
