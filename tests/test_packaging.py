@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
 def test_kernels_has_no_init() -> None:
@@ -49,7 +51,7 @@ def wheel(tmp_path_factory) -> Path:
 
 def test_wheel_contents(wheel) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names} == {"vitgraph", "vitgraph-0.1.0.dist-info"}
+    assert {name.split("/")[0] for name in names} == {"vitgraph", f"vitgraph-{VERSION}.dist-info"}
     plugin = "graphs/vllm_plugin/models.py"
     for name in (
         "kernels/layout.py",
