@@ -77,7 +77,7 @@ def _cuda_multiprocessors(device: torch.device) -> int:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up. Triton's own is made for kernels, too, and costs more than the launch."""
+    """a / b, rounded up. Triton's own unwraps its arguments for kernels first: slow on the host."""
     return -(-a // b)
 
 

@@ -11,7 +11,7 @@ from vitgraph.graphs.sglang_plugin.names import (
     find_target,
     has_hooks,
 )
-from vitgraph.graphs.vllm_plugin.names import is_disabled
+from vitgraph.graphs.vllm_plugin.names import collect, is_disabled
 
 
 def report() -> dict[str, str]:
@@ -20,24 +20,14 @@ def report() -> dict[str, str]:
     SGLang is imported, which takes seconds, and no engine is started: what a given server's flags
     decide (ranks, quantisation, --language-only) is in that server's log instead.
     """
-    lines: dict[str, str] = {}
-    for key, find in (
-        ("SGLang", _release),
-        ("tower", _tower),
-        ("encoder-only servers", _encoder_only),
-        ("attention", _attention),
-        ("graphs", _graphs),
-    ):
-        try:
-            lines[key] = find()
-        except Exception as error:
-            if key == "SGLang" and getattr(error, "name", None) == "sglang":
-                return {key: "not installed"}
-            whose = "SGLang's own: " if key == "tower" else ""
-            lines[key] = f"{whose}{type(error).__name__}: {error}"
-        if key == "tower" and not lines[key].startswith("vitgraph"):
-            break  # the rest is about ours
-    return lines
+    find = {
+        "SGLang": _release,
+        "tower": _tower,
+        "encoder-only servers": _encoder_only,
+        "attention": _attention,
+        "graphs": _graphs,
+    }
+    return collect("sglang", find)
 
 
 def _release() -> str:

@@ -64,3 +64,26 @@ def describe(error: Exception) -> str:
     """Our own reasons as they are, what Python says of others with its kind."""
     ours = isinstance(error, ValueError | RuntimeError)
     return str(error) if ours else f"{type(error).__name__}: {error}"
+
+
+def collect(module: str, find: dict[str, Callable[[], str]]) -> dict[str, str]:
+    """Lines of a plugin's report, each by what finds it; never raises.
+
+    Args:
+        module: what is imported for them.
+        find: first the release, by the project's name, and among the others "tower": where that is
+            not ours, the rest is left out.
+    """
+    lines: dict[str, str] = {}
+    host = next(iter(find))
+    for key, finder in find.items():
+        try:
+            lines[key] = finder()
+        except Exception as error:
+            if key == host and getattr(error, "name", None) == module:
+                return {key: "not installed"}
+            whose = f"{host}'s own: " if key == "tower" else ""
+            lines[key] = f"{whose}{type(error).__name__}: {error}"
+        if key == "tower" and not lines[key].startswith("vitgraph"):
+            break
+    return lines

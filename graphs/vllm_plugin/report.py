@@ -5,7 +5,7 @@ import re
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
-from vitgraph.graphs.vllm_plugin.names import ARCHITECTURES, MODELS, is_disabled
+from vitgraph.graphs.vllm_plugin.names import ARCHITECTURES, MODELS, collect, is_disabled
 
 PLUGIN = "vitgraph.graphs.vllm_plugin:register"
 # The first releases that take the V2 model runner by themselves, for a dense model, MoE, and one
@@ -23,27 +23,17 @@ def report() -> dict[str, str]:
     vLLM is imported, which takes seconds, and no engine is started: what a given server's flags
     decide (quantisation, LoRA, pruning) is in that server's log instead.
     """
-    lines: dict[str, str] = {}
-    for key, find in (
-        ("vLLM", _release),
-        ("tower", _tower),
-        ("model runner", _model_runner),
-        ("protocol", _protocol),
-        ("attention", _attention),
-        ("kernels", _kernels),
-        ("graphs", _graphs),
-        ("metrics", _metrics),
-    ):
-        try:
-            lines[key] = find()
-        except Exception as error:
-            if key == "vLLM" and getattr(error, "name", None) == "vllm":
-                return {key: "not installed"}
-            whose = "vLLM's own: " if key == "tower" else ""
-            lines[key] = f"{whose}{type(error).__name__}: {error}"
-        if key == "tower" and not lines[key].startswith("vitgraph"):
-            break  # the rest is about ours
-    return lines
+    find = {
+        "vLLM": _release,
+        "tower": _tower,
+        "model runner": _model_runner,
+        "protocol": _protocol,
+        "attention": _attention,
+        "kernels": _kernels,
+        "graphs": _graphs,
+        "metrics": _metrics,
+    }
+    return collect("vllm", find)
 
 
 def _release() -> str:
