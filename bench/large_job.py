@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -34,12 +35,18 @@ SUMMARY = re.compile(r"(\d+) in ([\d.]+) s, ([\d.]+) a second: (.+)")
 def make_images(folder: Path, count: int) -> None:
     """JPEGs of the sizes above, in turn by chance."""
     folder.mkdir()
-    chance, rng = random.Random(0), np.random.default_rng(0)
-    for index in range(count):
-        width, height = chance.choice(SIZES)
-        coarse = rng.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
-        image = Image.fromarray(coarse).resize((width, height), Image.BICUBIC)
-        image.save(folder / f"{index:06}.jpg", quality=90)
+    chance = random.Random(0)
+    paths = [folder / f"{index:06}.jpg" for index in range(count)]
+    with ProcessPoolExecutor() as pool:
+        list(pool.map(make_image, paths, (chance.choice(SIZES) for _ in paths), chunksize=16))
+
+
+def make_image(path: Path, size: tuple[int, int]) -> None:
+    """One JPEG, the seed being its name."""
+    width, height = size
+    rng = np.random.default_rng(int(path.stem))
+    coarse = rng.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
+    Image.fromarray(coarse).resize(size, Image.BICUBIC).save(path, quality=90)
 
 
 def start(images: Path, output: Path, options: list[str]) -> subprocess.Popen:
@@ -110,7 +117,8 @@ def main() -> int:
             console.print(runs[-1], markup=False)
             if number:
                 shutil.rmtree(folder / f"{number}")
-        killed = kill_and_resume(folder / "images", folder / "killed", [*common, *ways[0]])
+        way = ["--workers", str(args.workers[-1])]
+        killed = kill_and_resume(folder / "images", folder / "killed", [*common, *way])
         killed["equal"] = items(folder / "killed") == items(folder / "0")
     view = Table("options", "images/s", "peak MiB", "where the time went", box=None)
     for run in runs:

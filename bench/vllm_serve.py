@@ -7,7 +7,7 @@ of vllm_mm_processor.py: 20 images of 336x336, and one image of 256x256 or 1280x
 a server does besides encoding: images are decoded and resized on the host, the prompt is read by
 the language model, of which the dummy checkpoint has few layers. Budgets and items are those of
 vLLM's published experiment. The servers come up side by side; while one is measured the others
-are stopped. JSON, and Markdown beside it.
+are stopped. The plugin's counters are read from `/metrics`. JSON, and Markdown beside it.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from vitgraph.bench.vllm_mm_processor import (
     where,
 )
 from vitgraph.bench.vllm_script import parse_arguments
+from vitgraph.graphs.metrics import PREFIX
 
 NEW_TOKENS = 4
 # Dummy weights may choose tokens that are not shown, which a client would wait for: always "a".
@@ -94,7 +95,7 @@ def run_server(spec: dict) -> None:
                 found[f"{mix}, {concurrency} at once"] = {
                     key: output[key] for key in (*KEYS, "completed", "failed")
                 }
-                record(mixes=found)
+                record(mixes=found, metrics=encoder_metrics(address))
     server.kill()
     if failed := sum(one["failed"] for one in found.values()):
         raise RuntimeError(f"{failed} requests failed")
@@ -145,6 +146,14 @@ def await_health(server: subprocess.Popen, address: str) -> None:
         except OSError:
             time.sleep(0.5)
     raise RuntimeError(f"vllm serve ended with status {server.returncode}")
+
+
+def encoder_metrics(address: str) -> dict[str, float]:
+    """The plugin's counters, as the server's `/metrics` has them."""
+    with urllib.request.urlopen(f"{address}/metrics", timeout=5) as answer:
+        lines = answer.read().decode().splitlines()
+    samples = [line.rsplit(" ", 1) for line in lines if line.startswith(PREFIX)]
+    return {name: float(value) for name, value in samples}
 
 
 def describe(log: Path) -> dict[str, str]:

@@ -46,6 +46,9 @@ STAND_IN = {
             def do_GET(self):
                 self.send_response(200)
                 self.end_headers()
+                if self.path == "/metrics":
+                    sample = b'vitgraph_encoder_items_total{served="graph"} 7.0'
+                    self.wfile.write(b"vllm:num_requests 1\\n" + sample + b"\\n")
         port = int(sys.argv[sys.argv.index("--port") + 1])
         http.server.HTTPServer(("127.0.0.1", port), Healthy).serve_forever()
     """,
@@ -83,6 +86,8 @@ def test_both_towers_are_served_and_measured(measure) -> None:
     ]
     mixes = engines["FLASH_ATTN graph vitgraph"]["mixes"]
     assert [one["completed"] for one in mixes.values()] == [2, 2, 8, 8]
+    counters = engines["FLASH_ATTN graph vitgraph"]["metrics"]
+    assert counters == {'vitgraph_encoder_items_total{served="graph"}': 7.0}
     assert result["header"]["vllm"] == "0.33.0" and "model runner V2" in printed
     row = "| 20 x 336x336, 4 at once | FLASH_ATTN | graph | vitgraph | 4.00 | 4.00 | 8.00 | 0.50 |"
     assert row in printed

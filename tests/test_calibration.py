@@ -1,12 +1,7 @@
 """Calibration: the fastest of what was measured, and why others were not measured."""
 
-import json
-import sys
-
 import pytest
-import torch
 
-from vitgraph.bench.workloads import make_batch
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.encoder.attention.trial import Capability
 from vitgraph.encoder.operations import LAYERS
@@ -87,28 +82,3 @@ def test_ours_must_serve(measured, monkeypatch) -> None:
     encoder = Qwen3VLVisionEncoder.random(GEOMETRIES["tiny"])
     with pytest.raises(RuntimeError, match="triton is broken"):
         calibration.calibrate(encoder, 64, 8)
-
-
-def test_the_benchmark_prints_and_saves_both(monkeypatch, tmp_path) -> None:
-    """On the CPU, where nothing is measured: both are what the encoder computes."""
-    from vitgraph.bench import calibration as script
-
-    encoder = Qwen3VLVisionEncoder.random(GEOMETRIES["tiny"])
-    batch = make_batch(encoder, [(1, 4, 4), (1, 8, 8)])
-    expected = encoder(batch.pixels, batch.grids)
-    for model in (script.Qwen3VLGraphModel(encoder), script.ByTable(encoder)):
-        output = torch.cat(list(script.capture("", model).encode(batch)))
-        torch.testing.assert_close(output, expected)
-    table = script.ByTable(encoder)
-    assert table._calibrated_plan(64, 8) is encoder.plan
-
-    monkeypatch.setattr(script, "ALL_WORKLOADS", {"two": [(1, 4, 4), (1, 8, 8)]})
-    monkeypatch.setattr(script, "require", lambda *_: None)
-    monkeypatch.setattr(script.torch, "device", lambda name: encoder.device)
-    monkeypatch.setattr(script.torch, "bfloat16", torch.float32)
-    path = tmp_path / "result.json"
-    command = ["calibration", "--geometry", "tiny", "--seconds", "1", "--save", str(path)]
-    monkeypatch.setattr(sys, "argv", command)
-    script.main()
-    (row,) = json.loads(path.read_text())["rows"]
-    assert row["workload"] == "two" and row["ratio"] == row["table"] / row["calibrated"]

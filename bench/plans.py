@@ -1,10 +1,10 @@
-"""What calibration gains over the table: the same budgets captured with measured plans and with the
-default provider of every layer, and our own attention.
+"""What the way to plan a capture costs: the same budgets captured with measured plans, with the
+table's provider for every layer and our own attention, and batch-invariant.
 
-    python -m vitgraph.bench.calibration [--geometry 8b] [--seconds 120] [--save FILE]
+    python -m vitgraph.bench.plans [--geometry 8b] [--seconds 120] [--save FILE]
 
-Every batch of `vitgraph bench` that graphs serve, both captures taking turns. The result also holds
-what calibration measured, by budget, layer and candidate: what a better table would be made of.
+Every batch of `vitgraph bench`, all captures taking turns. The result also holds what was measured
+for the plans, by budget, layer and candidate: what a better table would be made of.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager
 from vitgraph.graphs.qwen3_vl import Qwen3VLGraphModel
 
 TURNS = 40
+WAYS = ("measured", "table", "batch-invariant")
 
 
 class ByTable(Qwen3VLGraphModel):
@@ -43,10 +44,20 @@ def capture(name: str, model: Qwen3VLGraphModel) -> System:
     return System(name, lambda batch: manager.execute(batch.mm_kwargs), **captured)
 
 
+def invariant(encoder: Qwen3VLVisionEncoder) -> Qwen3VLVisionEncoder:
+    """The same weights, batch-invariant."""
+    other = Qwen3VLVisionEncoder(
+        encoder.config, device="meta", dtype=encoder.dtype, ops="triton", batch_invariant=True
+    )
+    other.share_weights(encoder)
+    return other
+
+
 def row(name: str, times: dict[str, Times]) -> dict[str, float | str]:
-    """Medians of one workload, and the table's over the calibrated one's."""
+    """Medians of one workload, and every other way's over the measured plans'."""
     medians = {system: statistics.median(of.total) for system, of in times.items()}
-    return {"workload": name, **medians, "ratio": medians["table"] / medians["calibrated"]}
+    ratios = {f"{way} ratio": medians[way] / medians["measured"] for way in WAYS[1:]}
+    return {"workload": name, **medians, **ratios}
 
 
 def main() -> None:
@@ -62,20 +73,12 @@ def main() -> None:
         GEOMETRIES[args.geometry], device=device, dtype=torch.bfloat16
     )
     measured = Qwen3VLGraphModel(encoder)
-    systems = [capture("calibrated", measured), capture("table", ByTable(encoder))]
-    view = Table("batch", "calibrated ms", "table ms", "table / calibrated", box=None)
-    rows = []
-    for name, grids in ALL_WORKLOADS.items():
-        batch = make_batch(encoder, grids)
-        time_in_turns(systems, [batch] * 3, device)
-        share = args.seconds / len(ALL_WORKLOADS)
-        rows.append(row(name, time_in_turns(systems, [batch] * TURNS, device, seconds=share)))
-        numbers = (f"{rows[-1][key]:.3f}" for key in ("calibrated", "table", "ratio"))
-        view.add_row(name, *numbers)
+    models = measured, ByTable(encoder), Qwen3VLGraphModel(invariant(encoder))
+    systems = [capture(way, model) for way, model in zip(WAYS, models, strict=True)]
     result = header() | {
         "geometry": args.geometry,
         "capture_s": {system.name: system.capture_s for system in systems},
-        "rows": rows,
+        "rows": [],
         "plans": {
             budget: {
                 "attention": plan.attention,
@@ -86,12 +89,21 @@ def main() -> None:
             for budget, plan in measured.plans.items()
         },
     }
+    view = Table("batch", *(f"{way} ms" for way in WAYS), *WAYS[1:], box=None)
+    for name, grids in ALL_WORKLOADS.items():
+        batch = make_batch(encoder, grids)
+        time_in_turns(systems, [batch] * 3, device)
+        share = args.seconds / len(ALL_WORKLOADS)
+        times = row(name, time_in_turns(systems, [batch] * TURNS, device, seconds=share))
+        result["rows"].append(times)
+        numbers = (f"{value:.3f}" for value in times.values() if isinstance(value, float))
+        view.add_row(name, *numbers)
+        if args.save:
+            args.save.write_text(json.dumps(result, indent=1) + "\n")
     console = Console(width=120)
     console.print(view)
     for system in systems:
         console.print(f"capture, {system.name}: {system.capture_s:.1f} s")
-    if args.save:
-        args.save.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
