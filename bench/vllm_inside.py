@@ -37,6 +37,7 @@ def measure_engine(spec: dict) -> None:
             arguments = name, spec["output"], spec["ranks"]
             milliseconds[name] = max(llm.collective_rpc(encode_workload, args=arguments))
             record(milliseconds=milliseconds)
+    record(tower=llm.collective_rpc(describe)[0]["tower"])  # as of the first forward with weights
     before = llm.collective_rpc(statistics)
     prompts = make_prompts()
     started = time.perf_counter()
@@ -75,11 +76,13 @@ def describe(worker: Any) -> dict[str, Any]:
     """Where and with what a worker runs, and which tower serves."""
     runner = worker.model_runner
     model = runner.get_model()
+    ours = getattr(model, "vitgraph", None)
+    declined = getattr(ours, "unshareable", None)  # the tower has our class all the same
     return {
         "header": header(model.visual.device),
         "runner": "V2" if type(runner).__module__.startswith("vllm.v1.worker.gpu.") else "V1",
-        "tower": type(model.visual).__name__,
-        "attention": getattr(getattr(model, "vitgraph", None), "attention", None),
+        "tower": f"vLLM's: {declined}" if declined else type(model.visual).__name__,
+        "attention": getattr(ours, "attention", None),
         "captured": _manager(worker) is not None,
     }
 

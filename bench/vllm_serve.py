@@ -39,6 +39,7 @@ NEW_TOKENS = 4
 ALWAYS_SHOWN = {"allowed_token_ids": [64], "temperature": 0}
 KEYS = ("mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "request_throughput")
 SERVED = re.compile(r"vitgraph serves the vision tower of")
+DECLINED = re.compile(r"vLLM's own (vision )?tower serves")  # perhaps only after loading
 
 
 def main() -> int:
@@ -96,6 +97,7 @@ def run_server(spec: dict) -> None:
                     key: output[key] for key in (*KEYS, "completed", "failed")
                 }
                 record(mixes=found, metrics=encoder_metrics(address))
+    record(**describe(Path(spec["output"]).with_suffix(".log")))
     server.kill()
     if failed := sum(one["failed"] for one in found.values()):
         raise RuntimeError(f"{failed} requests failed")
@@ -162,7 +164,7 @@ def describe(log: Path) -> dict[str, str]:
     text = log.read_text(errors="replace")
     return {
         "runner": "V2" if "Using V2 Model Runner" in text else "V1",
-        "tower": "Vitgraph" if SERVED.search(text) else "vLLM's",
+        "tower": "Vitgraph" if SERVED.search(text) and not DECLINED.search(text) else "vLLM's",
     }
 
 
