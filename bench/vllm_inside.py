@@ -32,7 +32,8 @@ def measure_engine(spec: dict) -> None:
     record(engine_up_s=time.perf_counter() - started, asked_for_graphs=spec["graphs"])
     record(**llm.collective_rpc(prepare)[0])
     milliseconds = {}
-    with alone(spec["output"]):
+    with alone(spec["output"]) as quiet:
+        record(quiet=quiet)
         for name in WORKLOADS:
             arguments = name, spec["output"], spec["ranks"]
             milliseconds[name] = max(llm.collective_rpc(encode_workload, args=arguments))

@@ -75,7 +75,8 @@ def run_server(spec: dict) -> None:
     record(engine_up_s=time.perf_counter() - started, header=header())
     record(**describe(Path(spec["output"]).with_suffix(".log")))
     found: dict[str, dict] = {}
-    with alone(spec["output"]):
+    with alone(spec["output"]) as quiet:
+        record(quiet=quiet)
         for mix, (multiple, arguments) in MIXES.items():
             for concurrency in spec["concurrency"]:
                 requests = multiple * spec["requests"]
