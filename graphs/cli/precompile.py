@@ -17,12 +17,10 @@ from vitgraph.bench.options import checked_geometry
 from vitgraph.encoder import GEOMETRIES, VisionConfig
 from vitgraph.encoder.attention.trial import TAIL
 from vitgraph.encoder.model import Qwen3VLVisionEncoder
-from vitgraph.encoder.operations import LAYERS, TRITON, Plan
-from vitgraph.graphs.calibration import layer_of
+from vitgraph.encoder.operations import TRITON
 from vitgraph.graphs.config import powers_of_two
 from vitgraph.graphs.qwen3_vl import EAGER_SHAPES, Qwen3VLGraphModel
 from vitgraph.kernels.isolate import isolate
-from vitgraph.kernels.linear import Provider, linear_providers
 from vitgraph.kernels.offline import ARCHITECTURES, CompiledKernel, compiling_for
 
 
@@ -62,26 +60,13 @@ def precompile(
             grids = torch.zeros(max_items, 3, dtype=torch.int32)
             layout = encoder.make_layout(grids, patches, budget)
             out = torch.empty(budget, config.output_width, dtype=dtype)
-            for provider in ("triton", "gluon"):
-                encoder.encode(pixels, layout, out, _plan_for(encoder, patches, provider))
+            encoder.encode(pixels, layout, out)  # measured plans have cuBLAS and these kernels
         heads = torch.empty(16, 3, config.num_heads, config.head_dim, dtype=dtype)
         isolate(heads, layout.num_patches, TAIL)  # some attention libraries need it
         model = Qwen3VLGraphModel(encoder)
         for shape in EAGER_SHAPES:
             encoder(model.make_encoder_inputs(shape)["pixel_values"], shape)
     return compiled
-
-
-def _plan_for(encoder: Qwen3VLVisionEncoder, patches: int, provider: Provider) -> Plan:
-    """Every layer by `provider`, or by its default where that is not offered."""
-    providers = {}
-    for name in LAYERS:
-        layer = layer_of(encoder, name)
-        rows = patches // encoder.config.spatial_merge_size**2 if layer.per_token else patches
-        dtype = encoder.pixel_dtype if name == "embed" else encoder.dtype
-        offered = linear_providers(encoder.device, dtype, rows, *layer.modules[0].weight.shape)
-        providers[name] = provider if provider in offered else offered[0]
-    return replace(encoder.plan, providers=providers)
 
 
 def precompile_command(args: argparse.Namespace, console: Console) -> int:

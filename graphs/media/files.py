@@ -78,7 +78,7 @@ def find(
 
 
 def _search(top: Path, found: Found, recursive: bool) -> None:
-    pending = [(top, frozenset[str]())]  # a path, and the folders that it is in
+    pending = [(top, frozenset[tuple[int, int]]())]  # a path, and the folders that it is in
     while pending:
         path, above = pending.pop()
         if not path.is_dir():
@@ -86,14 +86,20 @@ def _search(top: Path, found: Found, recursive: bool) -> None:
             (found.files if known else found.left_out).append(path)
         elif above and not recursive:
             found.folders.append(path)
-        elif (real := os.path.realpath(path)) in above:
+        elif (folder := _identity(path)) in above:
             found.loops.append(path)
         else:
             try:
                 entries = sorted(path.iterdir(), reverse=True)
             except OSError as error:
                 raise ValueError(f"{path}: {error.strerror}") from None
-            pending += [(entry, above | {real}) for entry in entries]
+            pending += [(entry, above | {folder}) for entry in entries]
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    """The same under every name of a folder."""
+    about = folder.stat()
+    return about.st_dev, about.st_ino
 
 
 def named(arguments: Iterable[str]) -> Iterator[Path]:
