@@ -183,7 +183,7 @@ def hopper() -> None:
         attention_of(256, 72, torch.float16, config)
 
 
-def fp8() -> None:
+def fp8(dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)) -> None:
     """What an FP8 tower launches besides: the 8B and the 2B one, small and large capacities."""
     from vitgraph.kernels.fp8.linear_fp8 import linear_fp8, scales_of
     from vitgraph.kernels.fp8.quantize import E4M3, QuantizedLinear, quantize
@@ -208,7 +208,7 @@ def fp8() -> None:
         )
 
     for hidden, inner in ((1152, 4304), (1024, 4096)):
-        for dtype in DTYPES:
+        for dtype in dtypes:
             layer_norm_e4m3(empty(64, hidden, dtype=dtype), num_rows=empty(1, dtype=torch.int32))
             norm = empty(hidden, dtype=dtype), empty(hidden, dtype=dtype)
             for shape in ((3 * hidden, hidden), (inner, hidden), (hidden, inner)):
@@ -216,6 +216,11 @@ def fp8() -> None:
                 quantize(weight, bias, *(norm if shape[1] == hidden else ()))
                 for rows in (64, 6144):
                     one(rows, *shape, dtype)
+
+
+def fp8_every_dtype() -> None:
+    """The same around layers of other dtypes."""
+    fp8(DTYPES)
 
 
 def many_batches() -> None:
