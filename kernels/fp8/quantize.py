@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitgraph.kernels.launch import capability_of, next_power_of_2
+from vitgraph.kernels.launch import capability_of, cdiv, next_power_of_2
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 # Zero rows have a scale, too. What is this small is zero to any sum that it could go into.
 LEAST_SCALE = 1e-30
-MAX_DEPTH = 8192  # a row stays in the registers of one program
+MAX_DEPTH = 8192  # values that stay in the registers of one program
 
 
 class QuantizedLinear(NamedTuple):
@@ -48,24 +48,29 @@ def quantize_kernel(
     out_ptr,
     scale_ptr,
     out_bias_ptr,
+    num_rows,
     K: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
-    inside = cols < K
-    weight = tl.load(weight_ptr + row * K + cols, mask=inside, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + row).to(tl.float32)
+    row_mask, inside = rows < num_rows, cols < K
+    mask = row_mask[:, None] & inside[None, :]
+    places = rows[:, None] * K + cols[None, :]
+    weight = tl.load(weight_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + rows, mask=row_mask, other=0.0).to(tl.float32)
     if norm_bias_ptr is not None:
         norm_bias = tl.load(norm_bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-        bias += tl.sum(weight * norm_bias, axis=0)
-        weight *= tl.load(norm_weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+        bias += tl.sum(weight * norm_bias[None, :], axis=1)
+        norm_weight = tl.load(norm_weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+        weight *= norm_weight[None, :]
     # a NaN stays one: it is in the weight, if not in the scale
-    scale = tl.maximum(tl.max(tl.abs(weight), axis=0) / 448, LEAST)
-    tl.store(out_ptr + row * K + cols, (weight / scale).to(tl.float8e4nv), mask=inside)
-    tl.store(scale_ptr + row, scale)
-    tl.store(out_bias_ptr + row, bias)
+    scale = tl.maximum(tl.max(tl.abs(weight), axis=1) / 448, LEAST)
+    tl.store(out_ptr + places, (weight / scale[:, None]).to(tl.float8e4nv), mask=mask)
+    tl.store(scale_ptr + rows, scale, mask=row_mask)
+    tl.store(out_bias_ptr + rows, bias, mask=row_mask)
 
 
 def quantize(
@@ -83,14 +88,18 @@ def quantize(
     if reason := why_no_e4m3(weight.device):
         raise ValueError(f"quantize: {reason}")
     out = _empty(weight)
-    quantize_kernel[(weight.shape[0],)](
+    (rows, depth), block = weight.shape, next_power_of_2(weight.shape[1])
+    at_once = max(1, MAX_DEPTH // block)
+    quantize_kernel[(cdiv(rows, at_once),)](
         weight,
         bias,
         norm_weight,
         norm_bias,
         *out,
-        K=weight.shape[1],
-        BLOCK=next_power_of_2(weight.shape[1]),
+        rows,
+        K=depth,
+        ROWS=at_once,
+        BLOCK=block,
         LEAST=LEAST_SCALE,
         num_warps=4,
         enable_fp_fusion=True,
