@@ -194,6 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--geometry", default="8b", help="of the tower (default: 8b)")
     source.add_argument("--model", default=None, help="checkpoint whose config.json to use")
     precompile.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    precompile.add_argument("--linear-dtype", choices=["same", "fp8"], default="same")
     precompile.add_argument(
         "--budgets",
         type=int,
