@@ -17,8 +17,12 @@ QUIET_SECONDS, QUIET_LAUNCHES, LONGEST_QUIET_LAUNCH = 30, 200, 3e-4
 
 
 @contextlib.contextmanager
-def alone(output: str) -> Iterator[None]:
-    """In the engine's process: the other engines of its GPU are stopped in here."""
+def alone(output: str) -> Iterator[bool]:
+    """In the engine's process: the other engines of its GPU are stopped in here.
+
+    Yields:
+        Whether the GPU became quiet. Otherwise something else runs there, and times mean nothing.
+    """
     groups = groups_of(output)
     mine = os.getpgid(0)
     with (groups / "alone").open("r+") as stream:
@@ -29,20 +33,20 @@ def alone(output: str) -> Iterator[None]:
         rest = others(groups, mine)
         signal_groups(rest, signal.SIGSTOP)
         try:
-            _await_quiet_gpu()
-            yield
+            yield _await_quiet_gpu()
         finally:
             stream.seek(0)
             stream.truncate()
             signal_groups(rest, signal.SIGCONT)
 
 
-def _await_quiet_gpu() -> None:
-    """Return when many launches in a row ended at once: nothing else runs on the GPU."""
+def _await_quiet_gpu() -> bool:
+    """Return when many launches in a row ended at once: nothing else runs on the GPU. False if that
+    did not come."""
     import torch
 
     if not torch.cuda.is_available():
-        return
+        return True
     number, quiet = torch.zeros((), device="cuda"), 0
     deadline = time.monotonic() + QUIET_SECONDS
     while quiet < QUIET_LAUNCHES and time.monotonic() < deadline:
@@ -50,6 +54,7 @@ def _await_quiet_gpu() -> None:
         number.add_(1)
         torch.cuda.synchronize()
         quiet = quiet + 1 if time.perf_counter() - started < LONGEST_QUIET_LAUNCH else 0
+    return quiet >= QUIET_LAUNCHES
 
 
 def groups_of(output: str) -> Path:

@@ -32,11 +32,13 @@ def measure_engine(spec: dict) -> None:
     record(engine_up_s=time.perf_counter() - started, asked_for_graphs=spec["graphs"])
     record(**llm.collective_rpc(prepare)[0])
     milliseconds = {}
-    with alone(spec["output"]):
+    with alone(spec["output"]) as quiet:
+        record(quiet=quiet)
         for name in WORKLOADS:
             arguments = name, spec["output"], spec["ranks"]
             milliseconds[name] = max(llm.collective_rpc(encode_workload, args=arguments))
             record(milliseconds=milliseconds)
+    record(tower=llm.collective_rpc(describe)[0]["tower"])  # as of the first forward with weights
     before = llm.collective_rpc(statistics)
     prompts = make_prompts()
     started = time.perf_counter()
@@ -75,11 +77,13 @@ def describe(worker: Any) -> dict[str, Any]:
     """Where and with what a worker runs, and which tower serves."""
     runner = worker.model_runner
     model = runner.get_model()
+    ours = getattr(model, "vitgraph", None)
+    declined = getattr(ours, "unshareable", None)  # the tower has our class all the same
     return {
         "header": header(model.visual.device),
         "runner": "V2" if type(runner).__module__.startswith("vllm.v1.worker.gpu.") else "V1",
-        "tower": type(model.visual).__name__,
-        "attention": getattr(getattr(model, "vitgraph", None), "attention", None),
+        "tower": f"vLLM's: {declined}" if declined else type(model.visual).__name__,
+        "attention": getattr(ours, "attention", None),
         "captured": _manager(worker) is not None,
     }
 

@@ -64,7 +64,7 @@ def run_units(
         more: what the engines are told beside `units`.
 
     Returns:
-        1 if an engine failed or was not run.
+        1 if an engine failed, was not run or not alone, or vLLM's tower served in place of ours.
     """
     started = time.monotonic()
     result: dict = {"requests": args.requests, **more, "engines": {}, "not_run": []}
@@ -91,7 +91,8 @@ def run_units(
         )
     save()
     print(table(result))
-    return int(any("error" in o for o in result["engines"].values()) or bool(result["not_run"]))
+    void = any("error" in o or not o.get("quiet", True) for o in result["engines"].values())
+    return int(void or bool(declined(result["engines"])) or bool(result["not_run"]))
 
 
 def units(args: argparse.Namespace, model: str, **more: object) -> list[list[dict]]:
@@ -161,7 +162,7 @@ def run_tool(spec: dict) -> None:
             engines.append(build(engine_args))
             engine_up_s = time.perf_counter() - started
             record(engine_up_s=engine_up_s, **engines[0].collective_rpc(describe)[0])
-            timing.enter_context(alone(spec["output"]))
+            record(quiet=timing.enter_context(alone(spec["output"])))
         return engines[0]
 
     vllm.LLM.from_engine_args = build_once
@@ -220,12 +221,23 @@ def where(result: dict) -> str:
     return ", ".join(f"{key} {value}" for key, value in about.items())
 
 
+def declined(engines: dict[str, dict]) -> dict[str, str]:
+    """Engines that our tower was to serve and did not, and what served."""
+    return {
+        name: outcome["tower"]
+        for name, outcome in engines.items()
+        if name.endswith("vitgraph") and not outcome.get("tower", "Vitgraph").startswith("Vit")
+    }
+
+
 def remarks(result: dict) -> list[str]:
     """What is not in the table, and why."""
     lines = []
+    for name, tower in declined(result["engines"]).items():
+        lines += ["", f"{name}: served by {tower}, not by our tower"]
     for name, outcome in result["engines"].items():
-        if name.endswith("vitgraph") and not outcome.get("tower", "Vitgraph").startswith("Vit"):
-            lines += ["", f"{name}: served by {outcome['tower']}, not by our tower"]
+        if not outcome.get("quiet", True):
+            lines += ["", f"{name}: something else ran on the GPU, its times mean nothing"]
         if "error" in outcome:
             lines += ["", f"{name}: {outcome['error']}", *outcome.get("faults", [])]
     if result["not_run"]:

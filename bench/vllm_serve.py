@@ -39,6 +39,7 @@ NEW_TOKENS = 4
 ALWAYS_SHOWN = {"allowed_token_ids": [64], "temperature": 0}
 KEYS = ("mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "request_throughput")
 SERVED = re.compile(r"vitgraph serves the vision tower of")
+DECLINED = re.compile(r"vLLM's own (vision )?tower serves")  # perhaps only after loading
 
 
 def main() -> int:
@@ -74,7 +75,8 @@ def run_server(spec: dict) -> None:
     record(engine_up_s=time.perf_counter() - started, header=header())
     record(**describe(Path(spec["output"]).with_suffix(".log")))
     found: dict[str, dict] = {}
-    with alone(spec["output"]):
+    with alone(spec["output"]) as quiet:
+        record(quiet=quiet)
         for mix, (multiple, arguments) in MIXES.items():
             for concurrency in spec["concurrency"]:
                 requests = multiple * spec["requests"]
@@ -96,6 +98,7 @@ def run_server(spec: dict) -> None:
                     key: output[key] for key in (*KEYS, "completed", "failed")
                 }
                 record(mixes=found, metrics=encoder_metrics(address))
+    record(**describe(Path(spec["output"]).with_suffix(".log")))
     server.kill()
     if failed := sum(one["failed"] for one in found.values()):
         raise RuntimeError(f"{failed} requests failed")
@@ -162,7 +165,7 @@ def describe(log: Path) -> dict[str, str]:
     text = log.read_text(errors="replace")
     return {
         "runner": "V2" if "Using V2 Model Runner" in text else "V1",
-        "tower": "Vitgraph" if SERVED.search(text) else "vLLM's",
+        "tower": "Vitgraph" if SERVED.search(text) and not DECLINED.search(text) else "vLLM's",
     }
 
 

@@ -1,4 +1,5 @@
-"""Choose how one capacity is computed by measuring, once, before its graph is captured.
+"""Choose how one capacity is computed by measuring, once, before its graph is captured: on GPUs
+that the tables of vitgraph.kernels were not made for.
 
 Providers that read the number of rows on the device cost what the rows cost; cuBLAS always computes
 the whole capacity. Where budgets are powers of two, a replay fills half of its budget or more: a
@@ -6,9 +7,10 @@ layer is timed with half of the rows and with all of them, and the smaller sum w
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +20,30 @@ from vitgraph.encoder.attention.backends import BACKENDS, capability
 from vitgraph.encoder.attention.flash import describe
 from vitgraph.encoder.modules import Block
 from vitgraph.encoder.operations import FP8_LAYERS, LAYERS, Plan
-from vitgraph.kernels.launch import side_stream
+from vitgraph.kernels.launch import hopper_tier_unavailable, side_stream
 from vitgraph.kernels.linear import Activation, Provider, linear, linear_providers
 
 LAUNCHES, ROUNDS = 10, 5
 TYPICAL_SEQUENCE = 1024  # patches of a 512x512 image
 
-# (module, activation, one row a token, residual)
-Layer = tuple[nn.Linear, Activation | None, bool, bool]
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer in LAYERS: its modules of all blocks (or mergers), and what they are called with."""
+
+    modules: Sequence[nn.Linear]
+    activation: Activation | None = None
+    per_token: bool = False
+    has_residual: bool = False
+
+
+def is_measured(encoder: Qwen3VLVisionEncoder) -> bool:
+    """Whether plans are measured here. On a Hopper GPU with its kernels the tables serve: they lose
+    less than 2 % against measured plans on the batches of `vitgraph bench` (bench/plans.py), and
+    nothing has to be timed before a capture."""
+    if encoder.device.type != "cuda" or encoder.ops.name != "triton" or encoder.batch_invariant:
+        return False
+    return hopper_tier_unavailable(encoder.device) is not None
 
 
 def calibrate(encoder: Qwen3VLVisionEncoder, num_patches: int, max_sequences: int) -> Plan:
@@ -61,9 +79,9 @@ def _time_layer(
     encoder: Qwen3VLVisionEncoder, name: str, num_patches: int
 ) -> dict[Provider, float]:
     """Microseconds of each provider: the mean of a half full and a full capacity."""
-    module, activation, per_token, has_residual = layer_of(encoder, name)
-    rows = num_patches // encoder.config.spatial_merge_size**2 if per_token else num_patches
-    weight, bias = module.weight, module.bias
+    layer = layer_of(encoder, name)
+    rows = num_patches // encoder.config.spatial_merge_size**2 if layer.per_token else num_patches
+    weight = layer.modules[0].weight
     dtype = encoder.pixel_dtype if name == "embed" else encoder.dtype
     providers = linear_providers(encoder.device, dtype, rows, *weight.shape)
     if len(providers) == 1:
@@ -73,14 +91,16 @@ def _time_layer(
     num_rows = torch.empty(1, dtype=torch.int32, device=encoder.device)
     times: dict[Provider, float] = {}
     for provider in providers:
+        turns = cycle(layer.modules)  # as in a forward, weights come from memory, not from L2
 
-        def call(provider: Provider = provider) -> None:
+        def call(provider: Provider = provider, turns: Iterator[nn.Linear] = turns) -> None:
+            module = next(turns)
             linear(
                 x,
-                weight,
-                bias,
-                activation=activation,
-                residual=out if has_residual else None,
+                module.weight,
+                module.bias,
+                activation=layer.activation,
+                residual=out if layer.has_residual else None,
                 num_rows=num_rows,
                 out=out,
                 provider=provider,
@@ -92,16 +112,16 @@ def _time_layer(
 
 def layer_of(encoder: Qwen3VLVisionEncoder, name: str) -> Layer:
     """A layer in LAYERS."""
-    block, merger = encoder.blocks[0], encoder.merger
-    assert isinstance(block, Block)
+    blocks = [block for block in encoder.blocks if isinstance(block, Block)]
+    mergers = [encoder.merger, *encoder.deepstack_merger_list]
     layers: dict[str, Layer] = {
-        "embed": (encoder.patch_embed.proj, None, False, False),
-        "qkv": (block.attn.qkv, None, False, False),
-        "proj": (block.attn.proj, None, False, True),
-        "fc1": (block.mlp.linear_fc1, "gelu_tanh", False, False),
-        "fc2": (block.mlp.linear_fc2, None, False, True),
-        "merger_fc1": (merger.linear_fc1, "gelu", True, False),
-        "merger_fc2": (merger.linear_fc2, None, True, False),
+        "embed": Layer([encoder.patch_embed.proj]),
+        "qkv": Layer([block.attn.qkv for block in blocks]),
+        "proj": Layer([block.attn.proj for block in blocks], has_residual=True),
+        "fc1": Layer([block.mlp.linear_fc1 for block in blocks], "gelu_tanh"),
+        "fc2": Layer([block.mlp.linear_fc2 for block in blocks], has_residual=True),
+        "merger_fc1": Layer([merger.linear_fc1 for merger in mergers], "gelu", per_token=True),
+        "merger_fc2": Layer([merger.linear_fc2 for merger in mergers], per_token=True),
     }
     return layers[name]
 

@@ -15,7 +15,7 @@ from vitgraph.encoder.attention.backends import FREE_OF_EMPTY_SEQUENCES
 from vitgraph.encoder.attention.flashinfer import WORKSPACE_BYTES
 from vitgraph.encoder.inputs import Grid, Grids, check_grids, host_grids
 from vitgraph.encoder.operations import Plan
-from vitgraph.graphs.calibration import calibrate
+from vitgraph.graphs.calibration import calibrate, is_measured
 from vitgraph.graphs.protocol import (
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
@@ -54,7 +54,7 @@ class Qwen3VLGraphModel:
 
     Attributes:
         module: the encoder.
-        plans: how each captured budget is computed, with what was measured.
+        plans: how each captured budget is computed, with what was measured, if anything was.
 
     Raises:
         ValueError: an encoder without weights, or with something on its modules that its forward
@@ -65,7 +65,7 @@ class Qwen3VLGraphModel:
         encoder.check_modules()
         self.module = encoder
         self.plans: dict[int, Plan] = {}
-        self._calibrated: dict[tuple, Plan] = {}
+        self._measured: dict[tuple, Plan] = {}
 
     @property
     def config(self) -> VisionConfig:
@@ -226,10 +226,8 @@ class Qwen3VLGraphModel:
         merge = self.config.spatial_merge_size
         patches = token_budget * merge**2
         grid_thw = host_grids([(1, merge, patches // merge)], max_batch_size, self.device)
-        plan, max_sequences = self.module.plan, min(token_budget, max_frames_per_batch)
-        measurable = self.module.ops.name == "triton" and not self.module.batch_invariant
-        if torch.device(device).type == "cuda" and measurable:
-            plan = self._calibrated_plan(patches, max_sequences)
+        max_sequences = min(token_budget, max_frames_per_batch)
+        plan = self._plan(patches, max_sequences)
         self.plans[token_budget] = plan
         return EncoderCudaGraphCaptureInputs(
             mm_kwargs={
@@ -247,13 +245,18 @@ class Qwen3VLGraphModel:
             },
         )
 
-    def _calibrated_plan(self, patches: int, max_sequences: int) -> Plan:
+    def _plan(self, patches: int, max_sequences: int) -> Plan:
+        if not is_measured(self.module):
+            return self.module.plan
+        return self._measured_plan(patches, max_sequences)
+
+    def _measured_plan(self, patches: int, max_sequences: int) -> Plan:
         """Measured once: vLLM captures twice, first to see how much memory that takes."""
         encoder = self.module
         key = encoder.device, encoder.dtype, patches, max_sequences, encoder.requested_attention
-        if key not in self._calibrated:
-            self._calibrated[key] = calibrate(encoder, patches, max_sequences)
-        return self._calibrated[key]
+        if key not in self._measured:
+            self._measured[key] = calibrate(encoder, patches, max_sequences)
+        return self._measured[key]
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int

@@ -93,11 +93,13 @@ def linear_providers(
     if dtype == torch.uint8:
         return ("triton",)
     config = linear_config(capability_of(device), dtype, capacity, out_features, in_features)
-    if config.hopper_rows is None or hopper_tier_unavailable(device):
-        return ("triton", "cublas")
-    if capacity < config.hopper_rows:
-        return ("triton", "gluon", "cublas")
-    return ("gluon", "triton", "cublas")
+    ours: tuple[Provider, ...] = ("triton",)
+    if config.hopper_rows is not None and not hopper_tier_unavailable(device):
+        ours = ("triton", "gluon") if capacity < config.hopper_rows else ("gluon", "triton")
+    least, end = config.cublas_rows
+    if least <= capacity < end and device.type == "cuda":  # elsewhere kernels are only compiled
+        return ("cublas", *ours)
+    return (*ours, "cublas")
 
 
 def _check(

@@ -8,7 +8,7 @@ tile shapes. The kernel reads the real row count on the device and takes `small`
 import enum
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,6 +57,8 @@ class LinearConfig:
             programs, half the SMs would idle.
         descriptors: load through tensor descriptors.
         hopper_rows: the least capacity from which linear_sm90 is faster, None for never.
+        cublas_rows: capacities, from the first to below the second, for which cuBLAS is faster
+            although it computes all of them.
     """
 
     large: Tile
@@ -66,6 +68,7 @@ class LinearConfig:
     programs_per_sm: int = 1
     descriptors: bool = False
     hopper_rows: int | None = None
+    cublas_rows: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Row:
     config: LinearConfig
 
 
-def _sm90(large: Tile, small: Tile | None = None, small_rows: int = 0, **rest: int) -> LinearConfig:
+def _sm90(large: Tile, small: Tile | None = None, small_rows: int = 0, **rest: Any) -> LinearConfig:
     return LinearConfig(large, small, small_rows, descriptors=True, **rest)
 
 
@@ -89,26 +92,40 @@ _EMBED = _ALONE._replace(parts=4)
 _MERGE = _PAIRED._replace(parts=4)
 _SMALL_MERGE = Tile(64, 128, 64, stages=4, parts=2)
 
-# NVIDIA H200, bf16, triton 3.6. Up to 448 rows the small tiles, at N = 1152 up to 1792 the large
-# ones, are one round on 132 SMs.
+_SMALL_LAYER = Tile(64, 64, 128, stages=4)
+
+# Which kernel serves which capacity.
+_PROJECTION = {"hopper_rows": 1793, "cublas_rows": (513, 1793)}
+_EMBEDDING = {"hopper_rows": 1793, "cublas_rows": (513, 3073)}
+_QKV = {"hopper_rows": 3585}
+_EXPAND = {"cublas_rows": (513, 1537)}
+_REDUCE = {"hopper_rows": 1793, "cublas_rows": (513, 3073)}
+_MERGER = {"programs_per_sm": 2, "cublas_rows": (129, 769)}
+
+# NVIDIA H200, bf16, triton 3.6 and 3.8. Up to 448 rows the small tiles, at N = 1152 up to 1792 the
+# large ones, are one round on 132 SMs.
 SM90 = (
-    Row(Layer.PROJECTION, 0, _sm90(Tile(64, 64, 128, stages=4), hopper_rows=1793)),
-    Row(Layer.PROJECTION, 449, _sm90(_ALONE, Tile(64, 64, 128, stages=4), 448, hopper_rows=1793)),
-    Row(Layer.EMBED, 0, _sm90(Tile(64, 64, 128, stages=4), hopper_rows=1793)),
-    Row(Layer.EMBED, 449, _sm90(_EMBED, Tile(64, 64, 128, stages=4), 448, hopper_rows=1793)),
-    Row(Layer.QKV, 0, _sm90(Tile(64, 256, 64, stages=4), hopper_rows=3585)),
+    Row(Layer.PROJECTION, 0, _sm90(_SMALL_LAYER, **_PROJECTION)),
+    Row(Layer.PROJECTION, 449, _sm90(_ALONE, _SMALL_LAYER, 448, **_PROJECTION)),
+    Row(Layer.EMBED, 0, _sm90(_SMALL_LAYER, **_EMBEDDING)),
+    Row(Layer.EMBED, 449, _sm90(_EMBED, _SMALL_LAYER, 448, **_EMBEDDING)),
+    Row(Layer.QKV, 0, _sm90(Tile(64, 256, 64, stages=4), **_QKV)),
     Row(
         Layer.QKV,
         449,
-        _sm90(_PAIRED, Tile(64, 128, 64, stages=4), 448, programs_per_sm=2, hopper_rows=3585),
+        _sm90(_PAIRED, Tile(64, 128, 64, stages=4), 448, programs_per_sm=2, **_QKV),
     ),
-    Row(Layer.EXPAND, 0, _sm90(Tile(64, 256, 64, stages=4))),
-    Row(Layer.EXPAND, 449, _sm90(_PAIRED, Tile(64, 128, 64, stages=4), 448, programs_per_sm=2)),
-    Row(Layer.REDUCE, 0, _sm90(Tile(64, 64, 64, stages=6), programs_per_sm=2, hopper_rows=1793)),
-    Row(Layer.REDUCE, 449, _sm90(_ALONE, Tile(64, 64, 64, stages=8), 448, hopper_rows=1793)),
-    Row(Layer.MERGE, 0, _sm90(Tile(64, 64, 64, stages=6), programs_per_sm=2)),
-    Row(Layer.MERGE, 129, _sm90(_SMALL_MERGE, programs_per_sm=2)),
-    Row(Layer.MERGE, 449, _sm90(_MERGE, _SMALL_MERGE, 448, programs_per_sm=2)),
+    Row(Layer.EXPAND, 0, _sm90(Tile(64, 256, 64, stages=4), **_EXPAND)),
+    Row(
+        Layer.EXPAND,
+        449,
+        _sm90(_PAIRED, Tile(64, 128, 64, stages=4), 448, programs_per_sm=2, **_EXPAND),
+    ),
+    Row(Layer.REDUCE, 0, _sm90(Tile(64, 64, 64, stages=6), programs_per_sm=2, **_REDUCE)),
+    Row(Layer.REDUCE, 449, _sm90(_ALONE, Tile(64, 64, 64, stages=8), 448, **_REDUCE)),
+    Row(Layer.MERGE, 0, _sm90(Tile(64, 64, 64, stages=6), **_MERGER)),
+    Row(Layer.MERGE, 129, _sm90(_SMALL_MERGE, **_MERGER)),
+    Row(Layer.MERGE, 449, _sm90(_MERGE, _SMALL_MERGE, 448, **_MERGER)),
 )
 
 # 16-bit inputs on any other GPU: at most 99 KB of shared memory, no descriptors. Not tuned.

@@ -18,7 +18,7 @@ def test_the_ways_differ_in_their_plans_only() -> None:
     batch = make_batch(encoder, GRIDS)
     expected = encoder(batch.pixels, batch.grids)
     table = script.ByTable(encoder)
-    assert table._calibrated_plan(64, 8) is encoder.plan
+    assert table._plan(64, 8) is encoder.plan
     for model in (script.Qwen3VLGraphModel(encoder), table):
         output = torch.cat(list(script.capture("", model).encode(batch)))
         torch.testing.assert_close(output, expected)
@@ -32,6 +32,7 @@ def test_the_ways_differ_in_their_plans_only() -> None:
 def test_it_prints_and_saves_all(monkeypatch, tmp_path) -> None:
     encoder = Qwen3VLVisionEncoder.random(GEOMETRIES["tiny"])
     monkeypatch.setattr(script, "ALL_WORKLOADS", {"two": GRIDS})
+    monkeypatch.setattr(script, "Measured", script.ByTable)  # without a GPU
     monkeypatch.setattr(script, "require", lambda *_: None)
     monkeypatch.setattr(script, "invariant", lambda encoder: encoder)  # interpreted, it takes long
     monkeypatch.setattr(script.torch, "device", lambda name: encoder.device)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vitgraph.bench import vllm_inside, vllm_lanes, vllm_serve
+from vitgraph.bench import vllm_inside, vllm_lanes, vllm_mm_processor, vllm_serve
 
 # As much of vLLM as the script calls: the server tells how it was started, the client what it read.
 STAND_IN = {
@@ -114,6 +114,17 @@ def test_only_releases_without_graphs_there_get_the_older_runner() -> None:
 def test_who_serves_is_read_off_the_log(tmp_path) -> None:
     (log := tmp_path / "log").write_text("INFO vitgraph leaves the tower alone\n")
     assert vllm_serve.describe(log) == {"runner": "V1", "tower": "vLLM's"}
+    serves = "vitgraph serves the vision tower of Qwen3VLForConditionalGeneration\n"
+    log.write_text(f"{serves}Using V2 Model Runner\n")
+    assert vllm_serve.describe(log) == {"runner": "V2", "tower": "Vitgraph"}
+    log.write_text(f"{serves}vitgraph: after loading, int8 weights: vLLM's own tower serves\n")
+    assert vllm_serve.describe(log)["tower"] == "vLLM's"
+
+
+def test_a_tower_that_declined_fails_the_run() -> None:
+    engines = {"A graph vllm": {"tower": "Qwen3"}, "A graph vitgraph": {"tower": "vLLM's: int8"}}
+    assert vllm_mm_processor.declined(engines) == {"A graph vitgraph": "vLLM's: int8"}
+    assert not vllm_mm_processor.declined({"A graph vitgraph": {"tower": "VitgraphQwen3"}})
 
 
 @pytest.mark.parametrize("manager", [None, object()], ids=["eager", "graphs"])

@@ -1,5 +1,6 @@
 """The scripts that drive vLLM's engines, without vLLM: processes, lanes, what counts as equal."""
 
+import argparse
 import dataclasses
 import os
 import signal
@@ -217,6 +218,8 @@ def test_problems_are_named() -> None:
         "1 of 9 workloads compared",
         "2 of 2 prompts are ties",
     ]
+    busy = "vLLM's: something else ran on the GPU while it was timed"
+    assert vllm_engine.problems(pair, ours, theirs | {"quiet": False}) == [busy]
     wrong = pair | {"embedding_error": errors | {"b": float("inf")}, "different": ["d"]}
     found = vllm_engine.problems(wrong, ours | {"statistics_prompts": [(3, 0), (1, 1)]}, theirs)
     assert found == [
@@ -224,6 +227,19 @@ def test_problems_are_named() -> None:
         "embeddings differ by inf",
         "tokens of 1 of 2 prompts differ",
     ]
+
+
+def test_vllms_triton_attention_comes_last_on_one_gpu() -> None:
+    args = argparse.Namespace(
+        backends=vllm_engine.BACKENDS, modes=("graph", "eager"), towers=vllm_lanes.TOWERS, ranks=1,
+        gpus=1, one_gpu=False,
+    )  # fmt: skip
+    names = [spec["name"] for unit in vllm_engine.units(args) for spec in unit]
+    assert len(set(names)) == 12
+    assert names[:2] == ["FLASH_ATTN graph vllm", "FLASH_ATTN graph vitgraph"]
+    assert names[-2:] == ["TRITON_ATTN graph vllm", "TRITON_ATTN eager vllm"]
+    args.gpus = 2  # what is compared stays on one of them
+    assert all(len(unit) == 2 for unit in vllm_engine.units(args))
 
 
 def test_table_of_vllms_tool() -> None:
@@ -237,6 +253,7 @@ def test_table_of_vllms_tool() -> None:
             "FLASH_ATTN graph vllm": {"mixes": times(8.0)},
             "FLASH_ATTN graph vitgraph": {"mixes": times(4.0), "tower": "Vitgraph"},
             "FLASH_ATTN eager vitgraph": {"error": "stopped after 150 s", "faults": ["why"]},
+            "FLASH_ATTN eager vllm": {"quiet": False},
         },
         "not_run": ["FLASHINFER eager vllm"],
     }
@@ -247,6 +264,7 @@ def test_table_of_vllms_tool() -> None:
         "\nwhy", "\n\nwhy"
     )
     assert "no time for: FLASHINFER eager vllm" in table
+    assert "FLASH_ATTN eager vllm: something else ran on the GPU" in table
 
 
 @pytest.mark.parametrize("family", dummy_model.FAMILIES)

@@ -1,6 +1,9 @@
 """Calibration: the fastest of what was measured, and why others were not measured."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.encoder.attention.trial import Capability
@@ -70,6 +73,41 @@ def test_an_attention_that_was_asked_for_is_not_measured(measured) -> None:
     plan = calibration.calibrate(encoder, 64, 8)
     assert plan.attention == "sdpa" and not set(measured) & set(ATTENTION) - {"triton"}
     assert "attention" not in plan.microseconds
+
+
+def test_the_tables_serve_hopper_with_its_kernels(monkeypatch) -> None:
+    """Elsewhere on GPUs plans are measured; of one way for all capacities there is nothing to."""
+    unavailable = {"cuda:0": None, "cuda:1": "another GPU"}
+    monkeypatch.setattr(calibration, "hopper_tier_unavailable", lambda d: unavailable[str(d)])
+
+    def measured(device: str, ops: str = "triton", batch_invariant: bool = False) -> bool:
+        encoder = SimpleNamespace(
+            device=torch.device(device),
+            ops=SimpleNamespace(name=ops),
+            batch_invariant=batch_invariant,
+        )
+        return calibration.is_measured(encoder)
+
+    assert measured("cuda:1") and not measured("cuda:0")
+    assert not measured("cpu") and not measured("cuda:1", ops="torch")
+    assert not measured("cuda:1", batch_invariant=True)
+
+
+def test_a_layer_is_timed_on_the_weights_of_all_blocks(measured, monkeypatch) -> None:
+    """As in a forward: those of one block would stay in the cache."""
+    weights = []
+    monkeypatch.setattr(calibration, "linear", lambda x, weight, *_, **__: weights.append(weight))
+    encoder = Qwen3VLVisionEncoder.random(GEOMETRIES["tiny"])
+
+    def microseconds(call, *_) -> float:
+        for _ in range(2 * len(encoder.blocks)):
+            call()
+        return 1.0
+
+    monkeypatch.setattr(calibration, "_microseconds", microseconds)
+    calibration._time_layer(encoder, "fc1", 64)
+    expected = [block.mlp.linear_fc1.weight for block in encoder.blocks]
+    assert len(expected) > 1 and weights == 2 * len(LINEAR) * expected
 
 
 def test_ours_must_serve(measured, monkeypatch) -> None:

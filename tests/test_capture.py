@@ -193,7 +193,7 @@ def test_managers_captured_on_one_stream_are_independent(reference) -> None:
         encoder = Qwen3VLVisionEncoder.from_transformers(model)
         manager = EncoderCudaGraphManager(encoder, CompilationConfig(True, (1024,), 8))
         plan = replace(encoder.plan, providers=dict.fromkeys(LAYERS, "cublas"))
-        manager.model._calibrated_plan = lambda *_, plan=plan: plan
+        manager.model._plan = lambda *_, plan=plan: plan
         with torch.cuda.stream(stream):
             manager.capture()
         torch.manual_seed(seed)

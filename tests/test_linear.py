@@ -212,6 +212,34 @@ def test_refuses_what_does_not_fit(rng):
         linear(x, weight, num_rows=torch.tensor([4]))
 
 
+@pytest.mark.parametrize(
+    ("capacity", "layer", "expected"),
+    [
+        (512, (1152, 1152), ("triton", "gluon", "cublas")),
+        (1024, (1152, 1152), ("cublas", "triton", "gluon")),
+        (2048, (1152, 1152), ("gluon", "triton", "cublas")),
+        (1024, (3456, 1152), ("triton", "gluon", "cublas")),
+        (1024, (4304, 1152), ("cublas", "triton")),
+        (2048, (1152, 4304), ("cublas", "gluon", "triton")),
+        (256, (4608, 4608), ("cublas", "triton")),
+        (4096, (4608, 4608), ("triton", "cublas")),
+    ],
+)
+def test_the_table_chooses_by_capacity(monkeypatch, capacity, layer, expected) -> None:
+    """On Hopper; without its kernels the rest keeps its order, and while compiling elsewhere cuBLAS
+    is no default: there is nothing to compile."""
+    module = "vitgraph.kernels.linear"
+    monkeypatch.setattr(f"{module}.capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(f"{module}.hopper_tier_unavailable", lambda device: None)
+    arguments = torch.bfloat16, capacity, *layer
+    assert linear_providers(torch.device("cuda"), *arguments) == expected
+    assert linear_providers(torch.device("cpu"), *arguments)[0] != "cublas"
+    monkeypatch.setattr(f"{module}.hopper_tier_unavailable", lambda device: "not here")
+    rest = tuple(provider for provider in expected if provider != "gluon")
+    assert linear_providers(torch.device("cuda"), *arguments) == rest
+    assert linear_providers(torch.device("cuda"), torch.uint8, capacity, *layer) == ("triton",)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("layer", LAYERS, ids=str)

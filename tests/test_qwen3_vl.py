@@ -42,13 +42,13 @@ def test_a_capacity_is_calibrated_once(monkeypatch) -> None:
 
     monkeypatch.setattr(qwen3_vl, "calibrate", calibrate)
     model = Qwen3VLGraphModel(encoder)
-    first = model._calibrated_plan(256, 8)
-    assert model._calibrated_plan(256, 8) is first
-    assert model._calibrated_plan(256, 16) is not first
-    assert model._calibrated_plan(512, 8) is not first
+    first = model._measured_plan(256, 8)
+    assert model._measured_plan(256, 8) is first
+    assert model._measured_plan(256, 16) is not first
+    assert model._measured_plan(512, 8) is not first
     assert measured == [(256, 8), (256, 16), (512, 8)]
     encoder.to(torch.float16)
-    assert model._calibrated_plan(256, 8) is not first
+    assert model._measured_plan(256, 8) is not first
     assert len(measured) == 4
 
 

@@ -230,13 +230,35 @@ def test_attention_times() -> None:
 
 
 def test_replay_cost() -> None:
-    measured = result("replay cost")
+    measured = result("replay cost", BENCH)
     ratio = {name: row["ratio"] for name, row in measured["batches"].items()}
     full = f"3,136 of 6,144 tokens take {measured['fill_ratio']:.0%} of a full replay"
     assert says(BENCH, full)
     words = f"1,000 tokens take {ratio['10 x (1,20,20)']:.2f} times what they take"
     assert says(BENCH, words)
     assert says(BENCH, f"launches count, {ratio['1 x (1,20,20)']:.2f} times")
+
+
+def test_plans() -> None:
+    measured = result("plans", BENCH)
+    rows = {row["workload"]: row for row in measured["rows"]}
+    cells = table("| our graph | measured plans", BENCH)
+    assert [name for name, *_ in cells] == list(rows)
+    for name, *numbers in cells:
+        row = rows[name]
+        expected = [f"{row[key]:.2f}" for key in ("measured", "table")]
+        expected += [f"{row['table ratio']:.3f}", f"{row['batch-invariant']:.2f}"]
+        assert numbers == [*expected, f"{row['batch-invariant ratio']:.2f}"]
+    loss = max(row["table ratio"] for row in rows.values()) - 1
+    prices = [100 * (row["batch-invariant ratio"] - 1) for row in rows.values()]
+    seconds = measured["capture_s"]
+    assert loss < 0.02  # or the table has to go
+    for words in (
+        f"the table loses {100 * loss:.1f}% at most",
+        f"takes {seconds['table']:.1f} s instead of {seconds['measured']:.1f} s",
+        f"costs {min(prices):.0f} to {max(prices):.0f}% of the time",
+    ):
+        assert says(BENCH, words)
 
 
 def test_data_parallel() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from vitgraph.bench.exactness import relative_error
 from vitgraph.encoder import Qwen3VLVisionEncoder
 from vitgraph.encoder.attention import backends
 from vitgraph.encoder.attention.trial import Capability, Heads
@@ -425,7 +426,8 @@ def test_graphs_on_a_gpu(batch) -> None:
         tower(pixels * 2, grids)
         assert torch.equal(first, kept)
         tower.merger.linear_fc2.weight.data.mul_(0.5)
-        torch.testing.assert_close(tower(pixels, grids), service.encoder(pixels, grids))
+        assert relative_error(tower(pixels, grids), service.encoder(pixels, grids)) < 2e-2
         tower.merger.linear_fc1.weight.data = tower.merger.linear_fc1.weight.data.clone() * 2
-        torch.testing.assert_close(tower(pixels, grids), service.encoder(pixels, grids))
+        assert relative_error(tower(pixels, grids), service.encoder(pixels, grids)) < 2e-2
+        assert relative_error(tower(pixels, grids), kept) > 0.2  # the weights are the new ones
     assert service.manager.get_cumulative_stats()["graph_misses"] == 0

@@ -172,7 +172,7 @@ def probe(provider: Provider, heads: Heads, device: torch.device) -> Capability:
         raise  # says nothing of the provider, and must not be remembered
     except Exception as error:
         return answer(False, describe(error))
-    return answer(True, "; ".join(trial.remarks), **trial._asdict())
+    return answer(True, "; ".join(trial.remarks), **trial.fields())
 
 
 def capability(heads: Heads, device: torch.device) -> Capability:

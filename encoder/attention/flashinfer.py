@@ -106,7 +106,7 @@ def serving(heads: Heads, device: torch.device) -> tuple[Capability, Build]:
             continue
         remarks = ["q and k are copied"] if copies else []
         reason = "; ".join([*remarks, *trial.remarks])
-        return answer(True, reason, **trial._asdict()), way
+        return answer(True, reason, **trial.fields()), way
     return answer(False, "; ".join(dict.fromkeys(errors))), build
 
 

@@ -24,11 +24,12 @@ from vitgraph.kernels.layout import Layout
 
 Attend = Callable[[Tensor], Tensor]  # qkv [P, 3, H, D] -> [P, H * D]
 TAIL = 256  # rows; no library has taller key tiles
-LEAKS = "a NaN in an item reaches others"
+LEAKS = "a NaN does not stay in its item"
 GUARDED = "values are checked first, so that a NaN stays in its item"
 ROWS, SLOTS = 640, 8
 LENGTHS = (40, 300, 4, 0, 129)
 REPLAYED = (8, 1, 520)
+POISONS = tuple(itertools.product("qkv", ("nan", "inf")))
 
 
 @dataclass(frozen=True)
@@ -76,15 +77,25 @@ class Capability:
 
 
 class Trial(NamedTuple):
-    """What `try_out` found: fields of `Capability`."""
+    """What `try_out` found.
+
+    Attributes:
+        guard: the backend is to be called through `guarded`.
+        leak: how a NaN gets out of its sequence, with the guard where there is one; None if it does
+            not.
+    """
 
     guard: bool
-    isolates: bool
+    leak: str | None = None
 
     @property
     def remarks(self) -> list[str]:
         """For a person, what to know about it."""
-        return [GUARDED] * self.guard + [LEAKS] * (not self.isolates)
+        return [GUARDED] * self.guard + [f"{LEAKS} ({self.leak})"] * (self.leak is not None)
+
+    def fields(self) -> dict[str, bool]:
+        """Of `Capability`."""
+        return {"guard": self.guard, "isolates": self.leak is None}
 
 
 def guarded(build: Build) -> Build:
@@ -115,41 +126,43 @@ def try_out(build: Build, heads: Heads, device: torch.device) -> Trial:
         qkv = qkv.to(heads.dtype)
         inputs = _inputs(qkv, LENGTHS)
         outs = _eagerly(build, heads, inputs)
-        guard = not (_error(outs[0], qkv, LENGTHS) < _bound(heads) and _isolates(outs, LENGTHS))
+        guard = not _error(outs[0], qkv, LENGTHS) < _bound(heads) or bool(_leak(outs, LENGTHS))
         if guard:
             build = guarded(build)
             outs = _eagerly(build, heads, inputs)
         _check(outs[0], qkv, LENGTHS, heads, "eagerly")
-        isolates = _isolates(outs, LENGTHS)
+        leak = _leak(outs, LENGTHS)
         if device.type == "cuda":
             outs = _replayed(build, heads, _inputs(qkv, REPLAYED))
             _check(outs[0], qkv, REPLAYED, heads, "replayed")
-            isolates = isolates and _isolates(outs, REPLAYED)
-    return Trial(guard, isolates)
+            leak = leak or _leak(outs, REPLAYED, "replayed, ")
+    return Trial(guard, leak)
 
 
 def _inputs(qkv: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
-    """NaN behind the last sequence; then also NaN or infinity in q, k or v of sequence 1."""
+    """NaN behind the last sequence; then also each of POISONS in sequence 1."""
     clean = qkv.clone()
     clean[sum(lengths) :] = float("nan")
     poisoned = []
-    for part, value in itertools.product(range(3), ("nan", "inf")):
+    for part, value in POISONS:
         poisoned.append(clean.clone())
-        poisoned[-1][lengths[0] : sum(lengths[:2]), part] = float(value)
+        poisoned[-1][lengths[0] : sum(lengths[:2]), "qkv".index(part)] = float(value)
     return [clean, *poisoned]
 
 
-def _isolates(outs: list[Tensor], lengths: tuple[int, ...]) -> bool:
-    """Whether what poisons sequence 1 is in all of its rows, and the others are as they were
-    without, to the bit."""
+def _leak(outs: list[Tensor], lengths: tuple[int, ...], when: str = "") -> str | None:
+    """None if what poisons sequence 1 is in all of its rows, and the others are as they were
+    without, to the bit; else what went wrong."""
     start, end, total = lengths[0], sum(lengths[:2]), sum(lengths)
-    clean = outs[0]
-    return all(
-        torch.equal(out[:start], clean[:start])
-        and torch.equal(out[end:total], clean[end:total])
-        and not out[start:end].isfinite().any()
-        for out in outs[1:]
-    )
+    others = torch.cat([torch.arange(start), torch.arange(end, total)]).to(outs[0].device)
+    clean = outs[0][others]
+    for (part, value), out in zip(POISONS, outs[1:], strict=True):
+        if not torch.equal(out[others], clean):
+            lost = "changes others" if out[others].isfinite().all() else "reaches others"
+            return f"{when}{value} in {part} {lost}"
+        if out[start:end].isfinite().any():
+            return f"{when}{value} in {part} is lost in some of its own rows"
+    return None
 
 
 def _eagerly(build: Build, heads: Heads, inputs: list[Tensor]) -> list[Tensor]:

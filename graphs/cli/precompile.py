@@ -80,10 +80,10 @@ def _plan_for(encoder: Qwen3VLVisionEncoder, patches: int, provider: Provider) -
     """Every layer by `provider`, or by its default where that is not offered."""
     providers = {}
     for name in LAYERS:
-        module, _, per_token, _ = layer_of(encoder, name)
-        rows = patches // encoder.config.spatial_merge_size**2 if per_token else patches
+        layer = layer_of(encoder, name)
+        rows = patches // encoder.config.spatial_merge_size**2 if layer.per_token else patches
         dtype = encoder.pixel_dtype if name == "embed" else encoder.dtype
-        offered = linear_providers(encoder.device, dtype, rows, *module.weight.shape)
+        offered = linear_providers(encoder.device, dtype, rows, *layer.modules[0].weight.shape)
         providers[name] = provider if provider in offered else offered[0]
     return replace(encoder.plan, providers=providers)
 

@@ -138,7 +138,9 @@ class MediaLoader:
 
     def _patches(self, picture: Picture) -> Media:
         settings = self.image_settings
-        pixels = picture.pixels.to(self.device, non_blocking=picture.pixels.is_pinned())
+        pixels = picture.pixels
+        if self.device.type != "cpu":  # asking what is pinned fails in a fork of a CUDA process
+            pixels = pixels.to(self.device, non_blocking=pixels.is_pinned())
         height, width = _named(picture.name, settings.target, *pixels.shape[:2])
         frame = resize(pixels.permute(2, 0, 1), (height, width), settings.mode)
         patches = to_patches(frame.expand(2, -1, -1, -1), settings)
