@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vitgraph.bench.exactness import relative_error
-from vitgraph.kernels.layer_norm import layer_norm, layer_norm_reference
+from vitgraph.kernels.layer_norm import layer_norm, layer_norm_e4m3, layer_norm_reference
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,20 @@ def bench_layer_norm(measure, rotate, rows, width, capacity):
         baseline=lambda x: layer_norm_reference(x[:rows], weight, bias),
         bytes=4 * rows * width,
         check=check,
+        buffers=buffers,
+    )
+
+
+def bench_layer_norm_e4m3(measure, rotate):
+    """Half of the bytes to write, no parameters to read."""
+    weight, bias = torch.randn(2, 1152, device="cuda", dtype=torch.bfloat16).unbind()
+    buffers = rotate(lambda: (torch.randn(8160, 1152, device="cuda", dtype=torch.bfloat16),))
+    measure(
+        "layer_norm 8160x1152 bf16 to e4m3",
+        lambda x: layer_norm_e4m3(x),
+        baseline=lambda x: layer_norm(x, weight, bias),
+        baseline_name="bf16 to bf16",
+        bytes=3 * 8160 * 1152,
         buffers=buffers,
     )
 

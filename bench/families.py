@@ -3,13 +3,21 @@
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vitgraph.bench.limits import OutOfTime, time_limit
-from vitgraph.bench.systems import Setup, System, copy_weights, measure_capture, synchronize
+from vitgraph.bench.systems import (
+    FP8_TOLERANCE,
+    Setup,
+    System,
+    copy_weights,
+    measure_capture,
+    synchronize,
+)
 from vitgraph.bench.workloads import Batch, make_batch
 from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
 from vitgraph.graphs.config import CompilationConfig
@@ -52,13 +60,20 @@ Makers = dict[str, Callable[[], list[System]]]
 
 
 def _vitgraph(setup: Setup) -> Makers:
-    names = {name: f"vitgraph {name}".removesuffix(" auto") for name in setup.attention}
-    return {names[name]: partial(_ours, setup, names[name], name) for name in names}
+    makers: Makers = {}
+    # The reference of the others comes first.
+    for linears, attention in product(sorted(setup.linear_dtypes, reverse=True), setup.attention):
+        words = ["vitgraph", *[linears] * (linears != "same"), attention]
+        name = " ".join(words).removesuffix(" auto")
+        makers[name] = partial(_ours, setup, name, attention, linears)
+    return makers
 
 
-def _ours(setup: Setup, name: str, attention: str) -> list[System]:
+def _ours(setup: Setup, name: str, attention: str, linear_dtype: str = "same") -> list[System]:
     config, dtype = setup.encoder.config, setup.encoder.dtype
-    encoder = Qwen3VLVisionEncoder(config, device="meta", dtype=dtype, attention=attention)
+    encoder = Qwen3VLVisionEncoder(
+        config, device="meta", dtype=dtype, attention=attention, linear_dtype=linear_dtype
+    )
     encoder.share_weights(setup.encoder)
     compilation = CompilationConfig(True, setup.budgets, setup.max_items)
     manager = EncoderCudaGraphManager(encoder, compilation, log_interval=0)
@@ -75,9 +90,11 @@ def _ours(setup: Setup, name: str, attention: str) -> list[System]:
     if setup.ranks > 1:
         alone, graph = DataParallelEncoder(encoder), DataParallelEncoder(manager)
         eager = lambda batch: alone.execute(batch.mm_kwargs)  # noqa: E731
+    tolerance = FP8_TOLERANCE if linear_dtype == "fp8" else None
+    replay = lambda batch: graph.execute(batch.mm_kwargs)  # noqa: E731
     return [
-        System(f"{name} eager", eager),
-        System(f"{name} graph", lambda batch: graph.execute(batch.mm_kwargs), replays, **captured),
+        System(f"{name} eager", eager, tolerance=tolerance),
+        System(f"{name} graph", replay, replays, tolerance=tolerance, **captured),
     ]
 
 

@@ -47,6 +47,7 @@ def main(options: dict[str, Any]) -> None:
         tuple(options["attention"]),
         tuple(options["backends"]),
         dist.get_world_size(),
+        tuple(options["linear_dtype"]),
     )
     batch = make_batch(encoder, PARALLEL_GRIDS)
     patches = len(batch.pixels) // len(PARALLEL_GRIDS)

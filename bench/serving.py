@@ -91,7 +91,14 @@ def run_images(
     """A stream of single-image requests; sizes are repeated where there are fewer than requests."""
     started = time.monotonic()
     budgets, items = workloads.SERVING_BUDGETS, workloads.SERVING_ITEMS
-    setup = Setup(encoder, budgets, items, tuple(args.attention), tuple(args.backends))
+    setup = Setup(
+        encoder,
+        budgets,
+        items,
+        tuple(args.attention),
+        tuple(args.backends),
+        linear_dtypes=tuple(args.linear_dtype),
+    )
     with console.status("building and capturing"):
         systems, missing = build(setup, args.systems, started + seconds)
         require(systems, missing)
@@ -136,6 +143,7 @@ def run_parallel(
             "geometry": geometry,
             "systems": args.systems,
             "attention": args.attention,
+            "linear_dtype": args.linear_dtype,
             "backends": args.backends,
             "requests": requests,
             "warm_up": warm_up,

@@ -12,6 +12,7 @@ from torch import Tensor
 from vitgraph.encoder.config import VisionConfig
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # the last for truth
+LINEAR_DTYPES = ("same", "fp8")
 Grid = tuple[int, int, int]
 PLAIN = [int, int, int]
 
@@ -199,3 +200,29 @@ def check_invariant(attention: str, ops: str) -> None:
             f"batch_invariant has attention 'triton' and ops 'triton', not {attention!r} and "
             f"{ops!r}"
         )
+
+
+def check_fp8(
+    config: VisionConfig, linear_dtype: str, fp8_skip_blocks: int, batch_invariant: bool
+) -> range:
+    """The blocks that compute in FP8, by number.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    if linear_dtype not in LINEAR_DTYPES:
+        raise ValueError(f"linear_dtype {linear_dtype!r} is none of {', '.join(LINEAR_DTYPES)}")
+    if type(fp8_skip_blocks) is not int or not 0 <= fp8_skip_blocks < config.depth:
+        raise ValueError(
+            f"fp8_skip_blocks {fp8_skip_blocks!r} must be an integer from 0 to {config.depth - 1}: "
+            f"the tower has {config.depth} blocks"
+        )
+    if linear_dtype == "same":
+        if fp8_skip_blocks:
+            raise ValueError(
+                f"fp8_skip_blocks {fp8_skip_blocks} goes with linear_dtype 'fp8', not 'same'"
+            )
+        return range(0)
+    if batch_invariant:
+        raise ValueError("batch_invariant has linear_dtype 'same', not 'fp8'")
+    return range(fp8_skip_blocks, config.depth)

@@ -23,6 +23,7 @@ from vitgraph.encoder.forward import forward
 from vitgraph.encoder.inputs import (
     Grids,
     check_channels,
+    check_fp8,
     check_grids,
     check_invariant,
     check_options,
@@ -53,6 +54,8 @@ class Qwen3VLVisionEncoder(VisionModules):
             patches that are normalised on load; the encoder itself takes both.
         batch_invariant: an item gives the same bits alone, in any pack, eagerly and in a graph.
             Triton kernels only, in one tiling; slower, small batches the most.
+        linear_dtype: "same", or "fp8" for qkv, fc1 and fc2 of the blocks.
+        fp8_skip_blocks: the first so many blocks stay in `dtype`, for accuracy.
 
     Weights are uninitialised until `from_pretrained`, `from_transformers`, `random` or
     `load_state_dict` fill them.
@@ -68,12 +71,15 @@ class Qwen3VLVisionEncoder(VisionModules):
         ops: OpsName = "auto",
         pixel_dtype: torch.dtype | None = None,
         batch_invariant: bool = False,
+        linear_dtype: str = "same",
+        fp8_skip_blocks: int = 0,
     ) -> None:
         with torch.device("meta"):
             super().__init__(config)
         check_options(config, device, dtype, pixel_dtype)
         if batch_invariant:
             check_invariant(attention, ops)
+        self.fp8_blocks = check_fp8(config, linear_dtype, fp8_skip_blocks, batch_invariant)
         self.normalization = PixelNormalization((0.5,) * 3, (0.5,) * 3)
         self.takes_bytes = pixel_dtype == torch.uint8
         self.batch_invariant = batch_invariant
@@ -90,7 +96,7 @@ class Qwen3VLVisionEncoder(VisionModules):
             return
         frequencies = rotary_frequencies(self.config.head_dim, self.config.rope_theta, device)
         self.register_buffer("frequencies", frequencies, persistent=False)
-        self.ops = resolve_operations(ops, device, self.dtype)
+        self.ops = resolve_operations(ops, device, self.dtype, fp8=bool(self.fp8_blocks))
         self.plan = Plan(resolve_backend(attention, self.heads, device))
         if self.batch_invariant:
             self.plan = fixed_plan()
@@ -130,7 +136,7 @@ class Qwen3VLVisionEncoder(VisionModules):
             model: local directory or hub repository id; only the shards that hold the tower are
                 read.
             revision: of the hub repository.
-            kwargs: device, dtype, attention, ops, pixel_dtype, batch_invariant.
+            kwargs: device, dtype and the other options of an encoder.
 
         Raises:
             ValueError: what is no checkpoint, or does not fit its own config, by name.
@@ -150,16 +156,12 @@ class Qwen3VLVisionEncoder(VisionModules):
         return encoder
 
     @classmethod
-    def from_transformers(
-        cls,
-        vision_model: Any,
-        *,
-        attention: str = "auto",
-        pixel_dtype: torch.dtype | None = None,
-        batch_invariant: bool = False,
-    ) -> "Qwen3VLVisionEncoder":
+    def from_transformers(cls, vision_model: Any, **options: Any) -> "Qwen3VLVisionEncoder":
         """Wrap a vision tower of transformers, an instance of one of `encoder.config.TOWERS`; the
         weights are shared, not copied.
+
+        Args:
+            options: of an encoder; device and dtype are the tower's.
 
         Raises:
             ValueError: another kind of tower, or what is on it that the encoder does not compute,
@@ -168,14 +170,8 @@ class Qwen3VLVisionEncoder(VisionModules):
         config = config_of(vision_model)
         if reason := why_not_transformers(vision_model, config):
             raise ValueError(reason)
-        encoder = cls(
-            config,
-            device="meta",
-            dtype=vision_model.patch_embed.proj.weight.dtype,
-            attention=attention,
-            pixel_dtype=pixel_dtype,
-            batch_invariant=batch_invariant,
-        )
+        dtype = vision_model.patch_embed.proj.weight.dtype
+        encoder = cls(config, device="meta", dtype=dtype, **options)
         encoder.share_weights(vision_model)
         return encoder
 

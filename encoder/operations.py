@@ -6,8 +6,15 @@ from typing import Literal
 
 import torch
 
+from vitgraph.kernels.fp8.linear_fp8 import linear_fp8, linear_fp8_reference
+from vitgraph.kernels.fp8.quantize import quantize, quantize_reference, why_no_e4m3
 from vitgraph.kernels.launch import is_interpreted
-from vitgraph.kernels.layer_norm import layer_norm, layer_norm_reference
+from vitgraph.kernels.layer_norm import (
+    layer_norm,
+    layer_norm_e4m3,
+    layer_norm_e4m3_reference,
+    layer_norm_reference,
+)
 from vitgraph.kernels.layout import layout, layout_reference
 from vitgraph.kernels.linear import Provider, linear, linear_reference
 from vitgraph.kernels.mlp import mlp, mlp_reference
@@ -21,6 +28,7 @@ from vitgraph.kernels.rotary import (
 
 OpsName = Literal["auto", "triton", "torch"]
 LAYERS = ("embed", "qkv", "proj", "fc1", "fc2", "merger_fc1", "merger_fc2")
+FP8_LAYERS = ("qkv", "fc1", "fc2")  # of the blocks that compute in FP8; these have no provider
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,9 @@ class Operations:
     layer_norm: Callable
     linear: Callable
     mlp: Callable
+    layer_norm_e4m3: Callable
+    quantize: Callable
+    linear_fp8: Callable
 
 
 TORCH = Operations(
@@ -71,18 +82,33 @@ TORCH = Operations(
     layer_norm_reference,
     linear_reference,
     mlp_reference,
+    layer_norm_e4m3_reference,
+    quantize_reference,
+    linear_fp8_reference,
 )
 TRITON = Operations(
-    "triton", layout, position_embedding, rotary_table, rotary, layer_norm, linear, mlp
+    "triton",
+    layout,
+    position_embedding,
+    rotary_table,
+    rotary,
+    layer_norm,
+    linear,
+    mlp,
+    layer_norm_e4m3,
+    quantize,
+    linear_fp8,
 )
 
 
-def resolve_operations(name: str, device: torch.device, dtype: torch.dtype) -> Operations:
+def resolve_operations(
+    name: str, device: torch.device, dtype: torch.dtype, fp8: bool = False
+) -> Operations:
     """Choose for "auto": Triton on a GPU, plain torch elsewhere and for float64.
 
     Raises:
         ValueError: an unknown name, or Triton kernels for float64 or on a CPU without their
-            interpreter.
+            interpreter, or for `fp8` layers on a GPU without e4m3.
     """
     if name == "auto":
         name = "triton" if device.type == "cuda" and dtype != torch.float64 else "torch"
@@ -96,4 +122,6 @@ def resolve_operations(name: str, device: torch.device, dtype: torch.dtype) -> O
         raise ValueError(
             f"ops 'triton' needs a GPU, not {device.type}; set TRITON_INTERPRET=1 to interpret"
         )
+    if fp8 and (reason := why_no_e4m3(device)):
+        raise ValueError(f"linear_dtype 'fp8': {reason}; ops 'torch' shows what it would give")
     return TRITON

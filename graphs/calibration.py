@@ -19,7 +19,7 @@ from vitgraph.encoder import Qwen3VLVisionEncoder
 from vitgraph.encoder.attention.backends import BACKENDS, capability
 from vitgraph.encoder.attention.flash import describe
 from vitgraph.encoder.modules import Block
-from vitgraph.encoder.operations import LAYERS, Plan
+from vitgraph.encoder.operations import FP8_LAYERS, LAYERS, Plan
 from vitgraph.kernels.launch import hopper_tier_unavailable, side_stream
 from vitgraph.kernels.linear import Activation, Provider, linear, linear_providers
 
@@ -59,7 +59,10 @@ def calibrate(encoder: Qwen3VLVisionEncoder, num_patches: int, max_sequences: in
     """
     measured: dict[str, dict[str, float]] = {}
     providers: dict[str, Provider] = {}
+    every_block_is_fp8 = len(encoder.fp8_blocks) == encoder.config.depth
     for name in LAYERS:
+        if name in FP8_LAYERS and every_block_is_fp8:
+            continue
         times = _time_layer(encoder, name, num_patches)
         if len(times) > 1:
             measured[name] = dict(times.items())

@@ -28,7 +28,6 @@ KEYS = {
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
 
-
 # One batch for each way that tiles, attention and layout are chosen by size: one token, a small
 # image, a larger one, a page, many short frames, more items than 64.
 EAGER_SHAPES: tuple[list[Grid], ...] = (
@@ -141,6 +140,8 @@ class Qwen3VLGraphModel:
         activations = patches * (4 * config.hidden_size + widest) * self.dtype.itemsize
         workspaces = OUR_WORKSPACES if self.device.type == "cuda" else 0
         workspaces += WORKSPACE_BYTES if self.module.plan.attention == "flashinfer" else 0
+        if self.module.fp8_blocks:  # fc2's scales, a float for 128 columns, and one layer's weight
+            activations += config.intermediate_size * (patches // 32 + config.hidden_size)
         return pixels + output + activations + workspaces
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:

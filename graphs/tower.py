@@ -32,13 +32,10 @@ class _Service:
         self,
         tower: nn.Module,
         config: CompilationConfig | None,
-        attention: str,
-        batch_invariant: bool,
+        options: dict[str, Any],
     ) -> None:
         self.tower = weakref.ref(tower)
-        self.encoder = Qwen3VLVisionEncoder.from_transformers(
-            tower, attention=attention, batch_invariant=batch_invariant
-        )
+        self.encoder = Qwen3VLVisionEncoder.from_transformers(tower, **options)
         self.addresses, self.structure = Addresses(tower), Structure(tower)
         self.warned: set[str] = set()
         self.manager = _Manager(self, config)
@@ -149,6 +146,8 @@ def replace_vision_tower(
     *,
     attention: str = "auto",
     batch_invariant: bool = False,
+    linear_dtype: str = "same",
+    fp8_skip_blocks: int = 0,
 ) -> EncoderCudaGraphManager:
     """Serve a model's images and videos by vitgraph; its weights are shared, not copied.
 
@@ -160,7 +159,8 @@ def replace_vision_tower(
             (Qwen3-VL, Qwen3.5, Qwen3-Omni), its base model, the tower itself, or what wraps one
             of them (peft, DistributedDataParallel); on the device and in the dtype it will run in.
         config: graphs are captured at once where it says so.
-        attention, batch_invariant: of the encoder, see `Qwen3VLVisionEncoder`.
+        attention, batch_invariant, linear_dtype, fp8_skip_blocks: of the encoder, see
+            `Qwen3VLVisionEncoder`.
 
     Returns:
         The manager, for its statistics. `restore_vision_tower(model)` undoes the replacement.
@@ -176,7 +176,9 @@ def replace_vision_tower(
     definer = next(kind for kind in type(tower).__mro__ if "forward" in vars(kind))
     if "forward" in vars(tower) or definer.__name__ not in TOWERS:  # accelerate's hooks; a subclass
         raise ValueError(f"the tower has a forward of its own, which would be left out: {RESTORE}")
-    service = _Service(tower, config, attention, batch_invariant)
+    options = {"attention": attention, "batch_invariant": batch_invariant}
+    options |= {"linear_dtype": linear_dtype, "fp8_skip_blocks": fp8_skip_blocks}
+    service = _Service(tower, config, options)
     own = type(tower)
     # Its own name: in what is saved, in transformers' registries and in messages.
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__}

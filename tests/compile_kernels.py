@@ -183,6 +183,46 @@ def hopper() -> None:
         attention_of(256, 72, torch.float16, config)
 
 
+def fp8(dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)) -> None:
+    """What an FP8 tower launches besides: the 8B and the 2B one, small and large capacities."""
+    from vitgraph.kernels.fp8.linear_fp8 import linear_fp8, scales_of
+    from vitgraph.kernels.fp8.quantize import E4M3, QuantizedLinear, quantize
+    from vitgraph.kernels.layer_norm import layer_norm_e4m3
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def one(rows: int, out_features: int, in_features: int, dtype: torch.dtype) -> None:
+        expands, reduces = out_features > 3 * in_features, out_features < in_features
+        parts = empty(out_features, in_features, dtype=E4M3), *torch.empty(2, out_features)
+        out = empty(rows, out_features, dtype=E4M3 if expands else dtype)
+        linear_fp8(
+            empty(rows, in_features, dtype=E4M3),
+            scales_of(rows, in_features, out.device) if reduces else 0.1,
+            QuantizedLinear(*parts),
+            activation="gelu_tanh" if expands else None,
+            residual=out if reduces else None,
+            num_rows=empty(1, dtype=torch.int32),
+            out=out,
+            out_scale=scales_of(rows, out_features, out.device) if expands else None,
+        )
+
+    for hidden, inner in ((1152, 4304), (1024, 4096)):
+        for dtype in dtypes:
+            layer_norm_e4m3(empty(64, hidden, dtype=dtype), num_rows=empty(1, dtype=torch.int32))
+            norm = empty(hidden, dtype=dtype), empty(hidden, dtype=dtype)
+            for shape in ((3 * hidden, hidden), (inner, hidden), (hidden, inner)):
+                weight, bias = empty(*shape, dtype=dtype), empty(shape[0], dtype=dtype)
+                quantize(weight, bias, *(norm if shape[1] == hidden else ()))
+                for rows in (64, 6144):
+                    one(rows, *shape, dtype)
+
+
+def fp8_every_dtype() -> None:
+    """The same around layers of other dtypes."""
+    fp8(DTYPES)
+
+
 def many_batches() -> None:
     """One model, one dtype, batches of all sizes: 1 and multiples of 16 are what Triton singles
     out."""

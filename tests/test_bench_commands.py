@@ -29,6 +29,22 @@ def test_bench_encoder(tmp_path, capsys) -> None:
     assert path.with_suffix(".png").read_bytes()[1:4] == b"PNG"
 
 
+def test_bench_encoder_with_fp8_beside_it(tmp_path) -> None:
+    """One system a dtype, against the first; the others' outputs stay the truth."""
+    sizes, path = tmp_path / "mine.csv", tmp_path / "encoder.json"
+    sizes.write_text("1,4,4\n1,8,4\n")
+    arguments = ["--repeats", "2", "--sizes", str(sizes), "--save", str(path)]
+    arguments += ["--linear-dtype", "fp8", "same"]
+    assert main(["bench", "encoder", "--systems", "vitgraph", *arguments, *TINY]) == 0
+    result = json.loads(path.read_text())
+    systems = result["workloads"]["mine"]["systems"]
+    assert result["baseline"] == "vitgraph graph"
+    assert list(systems) == [
+        "vitgraph eager", "vitgraph graph", "vitgraph fp8 eager", "vitgraph fp8 graph",
+    ]  # fmt: skip
+    assert systems["vitgraph graph"]["error"] < 1e-5 < systems["vitgraph fp8 graph"]["error"] < 0.15
+
+
 def test_bench_encoder_with_sizes(tmp_path) -> None:
     sizes, path = tmp_path / "mine.csv", tmp_path / "encoder.json"
     sizes.write_text("1,4,4\n1,8,4\n")

@@ -109,6 +109,48 @@ def test_tune_linear_prints_what_it_timed_and_what_not(monkeypatch, tmp_path, ca
     assert "left out: qkv with 8160 rows (no time left of 1.5 s)" in printed
 
 
+def test_tune_linear_fp8_prints_what_it_timed_and_what_failed(
+    monkeypatch, tmp_path, capsys
+) -> None:
+    """Its flow, with errors and times of this test's own."""
+    from vitgraph.bench import tune_linear_fp8
+
+    wrong, slow, *others = tune_linear_fp8.CANDIDATES.values()
+
+    class Problem:
+        out_features, in_features = 1152, 4304
+
+        def __init__(self, name, real, capacity):
+            pass
+
+        def layer(self):
+            return ()
+
+        def check(self, buffers, config):
+            assert config != wrong, "relative error 1"
+
+        def fp8(self, config):
+            return config
+
+    monkeypatch.setattr(tune_linear_fp8, "Problem", Problem)
+    monkeypatch.setattr(
+        tune_linear_fp8,
+        "microseconds",
+        lambda calls: 30.0 if calls[0].keywords["config"] == slow else 10.0,
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    path = tmp_path / "tiles.json"
+    arguments = ["--layers", "fc2", "--rows", "8160", "--save", str(path)]
+    monkeypatch.setattr(sys, "argv", ["tune_linear_fp8.py", *arguments])
+    tune_linear_fp8.main()
+    saved = json.loads(path.read_text())["results"]
+    assert [row["us"] for row in saved] == [None, 30.0, *[10.0] * len(others)]
+    printed = capsys.readouterr().out
+    assert "relative error 1" in printed and printed.count("(table)") == 1
+
+
 def test_tune_attention_times_what_is_right_and_what_is_near(monkeypatch, tmp_path, capsys) -> None:
     """Its flow, with compilations, errors and times of this test's own."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))

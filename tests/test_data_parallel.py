@@ -68,7 +68,8 @@ def test_balance(sizes, world) -> None:
     weights = [max(size, 1) for size in sizes]
     busiest = max(range(world), key=loads.__getitem__)
     smallest = min(max(sizes[index], 1) for index in ranks[busiest])
-    assert loads[busiest] <= sum(weights) / world + max(weights) * (1 - 1 / world)
+    # times `world`, in integers: a quotient would be rounded
+    assert world * loads[busiest] <= sum(weights) + max(weights) * (world - 1)
     assert loads[busiest] - smallest <= min(loads)
     assert sum(map(bool, ranks)) == min(world, len(sizes))
 

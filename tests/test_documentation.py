@@ -145,7 +145,9 @@ def test_examples_of_pytorch(run, tmp_path, capsys) -> None:
     assert len(names["deepstack"]) == len(config.deepstack_visual_indexes)
     torch.testing.assert_close(rows, graphed, atol=1e-3, rtol=1e-3)
 
-    hook, parallel, files, _ = blocks("graphs/README.md")
+    fp8, hook, parallel, files, _ = blocks("graphs/README.md")
+    run(fp8, quantised := {})
+    assert len(quantised["encoder"].fp8_blocks) == config.depth - 3
     run(hook, names)
     assert re.fullmatch(r"\d+ tokens, budget \d+: \d+\.\d+ s\n", capsys.readouterr().out)
     store = dist.FileStore(str(tmp_path / "store"), 1)
@@ -177,7 +179,7 @@ def test_example_of_ray(run, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(data=data))
     monkeypatch.chdir(tmp_path)
     Path("list.txt").write_text(f"{ROOT / 'graphs/cli/photos/cat.jpg'}\n")
-    run(blocks("graphs/README.md")[3], {})
+    run(blocks("graphs/README.md")[4], {})
     assert made["num_gpus"] == 1 and made["error"].tolist() == [""]
     assert len(made["embeddings"][0]) == made["grid"][0].prod() // 4
 

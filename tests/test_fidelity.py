@@ -15,6 +15,7 @@ from vitgraph.graphs.cli.main import main
 from vitgraph.graphs.media import MediaLoader
 
 FAST = ["--geometry", "tiny", "--device", "cpu", "--max-pixels", "6000"]
+SAME = ["--linear-dtypes", "same"]
 CAT = str(PHOTOS / "cat.jpg")
 
 
@@ -35,7 +36,7 @@ def run(*arguments: str) -> int:
 
 def test_what_is_saved_is_what_the_encoders_give(tmp_path, capsys) -> None:
     save = tmp_path / "result"
-    assert run(CAT, "--dtypes", "float16", "--save", str(save)) == 0
+    assert run(CAT, "--dtypes", "float16", *SAME, "--save", str(save)) == 0
     said = capsys.readouterr().out
     assert "random weights prove little" in said and "cat.jpg" in said
     encoder = Qwen3VLVisionEncoder.random(GEOMETRIES["tiny"])
@@ -52,10 +53,26 @@ def test_what_is_saved_is_what_the_encoders_give(tmp_path, capsys) -> None:
     assert save.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_fp8_beside_the_first_dtype(tmp_path, capsys) -> None:
+    """A row each without it, with it in every block, and from a block on; less exact in that
+    order."""
+    save = tmp_path / "result"
+    options = ["--dtypes", "bfloat16", "float16", "--fp8-skip-blocks", "0", "3"]
+    assert run(CAT, *options, "--save", str(save)) == 0
+    rows = json.loads(save.with_suffix(".json").read_text())["distances"]
+    errors = {row["variant"]: row["error"] for row in rows if row["part"] == "merged"}
+    bf16, every, last, fp16 = (
+        "bfloat16 sdpa", "bfloat16 fp8 sdpa", "bfloat16 fp8-skip3 sdpa", "float16 sdpa",
+    )  # fmt: skip
+    assert errors.keys() == {bf16, every, last, fp16}
+    assert errors[fp16] < errors[bf16] < errors[last] < errors[every] < 0.1
+    assert "bfloat16 fp8-skip3 sdpa" in capsys.readouterr().out
+
+
 def test_an_item_below_the_bound_is_named_and_the_status_tells(capsys, monkeypatch) -> None:
     """One of two photographs comes out wrong in one deepstack level."""
     other = str(PHOTOS / "rocket.jpg")
-    assert run(CAT, other, "--dtypes", "float16", "--at-least", "0.999") == 0
+    assert run(CAT, other, "--dtypes", "float16", "--at-least", "0.999", *SAME) == 0
     assert "2 of 2 items are at least 0.999 alike" in capsys.readouterr().out
 
     forward, calls = Qwen3VLVisionEncoder.forward, []
@@ -69,7 +86,7 @@ def test_an_item_below_the_bound_is_named_and_the_status_tells(capsys, monkeypat
         return rows
 
     monkeypatch.setattr(Qwen3VLVisionEncoder, "forward", wrong)
-    assert run(CAT, other, "--dtypes", "float16", "--at-least", "0.999") == 1
+    assert run(CAT, other, "--dtypes", "float16", "--at-least", "0.999", *SAME) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "rocket.jpg: deepstack 2 of float16 sdpa has cosine nan, below 0.999" in said
     assert "1 of 2 items are at least 0.999 alike" in said
@@ -108,6 +125,7 @@ def test_a_file_that_cannot_be_read(tmp_path, capsys) -> None:
     [
         (["--at-least", "1.5"], "--at-least 1.5 is no cosine from 0 to 1"),
         (["--attention", "flash_attn"], "flash_attn"),
+        (["--fp8-skip-blocks", "4"], "fp8_skip_blocks 4 must be an integer from 0 to 3"),
         (["--save", "none/result"], "there is no folder none"),
     ],
 )

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from vitgraph.kernels.layer_norm import layer_norm, layer_norm_reference
+from vitgraph.kernels.layer_norm import (
+    layer_norm,
+    layer_norm_e4m3,
+    layer_norm_e4m3_reference,
+    layer_norm_reference,
+    normalized_scale,
+)
 
 BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 # hidden sizes of the towers (2B, 8B) and of their mergers' tokens; a width that is no multiple of 8
@@ -98,3 +104,40 @@ def test_refuses_weights_that_do_not_fit(rng):
         layer_norm(x, weight[:4], bias)
     with pytest.raises(ValueError, match=r"bias has shape \(128,\) and strides \(2,\)"):
         layer_norm(x, weight, bias.repeat_interleave(2)[::2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", ROWS + CAPACITY)
+def test_e4m3_is_within_half_a_step(rng, rows, width, dtype):
+    x, *_ = inputs(rng, rows, width, dtype)
+    truth = torch.nn.functional.layer_norm(x.double(), (width,), eps=1e-6)
+    scale = normalized_scale(width)
+    actual = layer_norm_e4m3(x)
+    assert actual.dtype == torch.float8_e4m3fn
+    half_step = (truth.abs() / 16).clamp_min(scale * 2**-10) * 1.0001 + 1e-5
+    assert ((actual.double() * scale - truth).abs() <= half_step).all()
+    expected = layer_norm_e4m3_reference(x)
+    assert (actual.float() != expected.float()).float().mean() < 2e-3
+
+
+def test_e4m3_of_one_value_that_holds_a_whole_row(rng):
+    """The largest that a normalised value can be: not saturated, though next to 448."""
+    x = torch.zeros(2, 1152, device=rng.device)
+    x[0, 5], x[1, 1100] = 1e4, -3.0
+    actual = layer_norm_e4m3(x, eps=0.0).double() * normalized_scale(1152)
+    truth = torch.nn.functional.layer_norm(x.double(), (1152,), eps=0.0)
+    assert abs(truth).amax() > 33.9
+    torch.testing.assert_close(actual, truth, rtol=1 / 16, atol=1e-3)
+
+
+def test_e4m3_rows_past_the_count_and_nan(rng, poisoned_empty):
+    x, *_ = inputs(rng, 6, 1152, torch.float32)
+    clean = layer_norm_e4m3(x)
+    x[1, 7], x[2, 8], x[4:] = float("nan"), float("inf"), float("nan")
+    num_rows = torch.tensor([4], dtype=torch.int32, device=x.device)
+    dirty = layer_norm_e4m3(x, num_rows=num_rows)
+    clean, dirty = clean.float(), dirty.float()
+    assert dirty[1].isnan().all() and dirty[2].isnan().all()
+    assert torch.equal(dirty[[0, 3]], clean[[0, 3]])
+    assert dirty[4:].isnan().all()  # as it was

@@ -43,6 +43,17 @@ def test_the_kernels_of_hopper_are_among_them(tmp_path) -> None:
         assert kernel in run.stdout
 
 
+def test_the_kernels_of_fp8_are_among_them_where_there_is_fp8(tmp_path) -> None:
+    arguments = ("--geometry", "8b", "--budgets", "64", "--linear-dtype", "fp8")
+    run = precompile(tmp_path, "--arch", "sm_90", *arguments)
+    assert run.returncode == 0, run.stdout + run.stderr
+    for kernel in ("linear_fp8_kernel", "quantize_kernel", "layer_norm_kernel"):
+        assert kernel in run.stdout
+    run = precompile(tmp_path, "--arch", "sm_86", *arguments)
+    assert run.returncode == 2
+    assert "e4m3 needs compute capability 8.9, this GPU has 8.6" in " ".join(run.stderr.split())
+
+
 START = """
 import torch
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder

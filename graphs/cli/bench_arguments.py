@@ -43,6 +43,13 @@ def _add_options(parser: argparse.ArgumentParser, systems: list[str]) -> None:
         "--attention", nargs="+", default=["auto"], help="of ours, one system each (default: auto)"
     )
     parser.add_argument(
+        "--linear-dtype",
+        nargs="+",
+        choices=["same", "fp8"],
+        default=["same"],
+        help="of the blocks' layers in ours, one system each (default: same)",
+    )
+    parser.add_argument(
         "--backends",
         nargs="+",
         default=["FLASH_ATTN", "FLASHINFER"],

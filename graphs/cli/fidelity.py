@@ -1,4 +1,4 @@
-"""`vitgraph fidelity`: what a dtype or an attention backend costs in accuracy, measured on a
+"""`vitgraph fidelity`: what a dtype, FP8 or an attention backend costs in accuracy, measured on a
 checkpoint and on pictures of one's own, against the same weights in float32."""
 
 import argparse
@@ -27,6 +27,7 @@ from vitgraph.graphs.cli.demo import PHOTOS
 from vitgraph.graphs.cli.encode import build_encoder
 from vitgraph.graphs.media.files import find, named
 from vitgraph.graphs.media.loader import MediaLoader
+from vitgraph.kernels.fp8.quantize import why_no_e4m3
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -100,16 +101,33 @@ def _encoders(
     with console.status("loading the weights"):
         truth = build_encoder(exact, console, ops="torch")
         variants = {}
-        for dtype, attention in product(args.dtypes, args.attention):
+        for dtype, attention, linears in product(args.dtypes, args.attention, _linears(args)):
+            if linears and dtype != args.dtypes[0]:
+                continue
+            on_gpu = truth.device.type == "cuda"
+            unserved = linears and on_gpu and why_no_e4m3(truth.device)
             encoder = Qwen3VLVisionEncoder(
                 truth.config,
                 device=truth.device,
                 dtype=getattr(torch, dtype),
                 attention=attention,
+                ops="torch" if unserved else "auto",
+                **linears,
             )
             encoder.load_state_dict(truth.state_dict())
-            variants[f"{dtype} {encoder.attention}"] = encoder
+            skipped = linears.get("fp8_skip_blocks")
+            fp8 = "fp8 " * bool(linears) if not skipped else f"fp8-skip{skipped} "
+            variants[f"{dtype} {fp8}{encoder.attention}"] = encoder
     return truth, variants
+
+
+def _linears(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Options of an encoder: none, and those of FP8 for every number of blocks left out."""
+    if "same" in args.linear_dtypes:
+        yield {}
+    if "fp8" in args.linear_dtypes:
+        for skip in args.fp8_skip_blocks:
+            yield {"linear_dtype": "fp8", "fp8_skip_blocks": skip}
 
 
 def distances_of(

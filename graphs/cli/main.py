@@ -152,6 +152,21 @@ def _parser() -> argparse.ArgumentParser:
         "--attention", nargs="+", default=["auto"], help="backends to compare (default: auto)"
     )
     fidelity.add_argument(
+        "--linear-dtypes",
+        nargs="+",
+        choices=["same", "fp8"],
+        default=["same", "fp8"],
+        help="of the blocks' layers; fp8 beside the first of --dtypes (default: same fp8)",
+    )
+    fidelity.add_argument(
+        "--fp8-skip-blocks",
+        nargs="+",
+        type=int,
+        default=[0],
+        metavar="N",
+        help="blocks that stay in that dtype, one variant each (default: 0)",
+    )
+    fidelity.add_argument(
         "--max-pixels", type=int, default=None, help="largest area of an image or frame"
     )
     fidelity.add_argument(
@@ -179,6 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--geometry", default="8b", help="of the tower (default: 8b)")
     source.add_argument("--model", default=None, help="checkpoint whose config.json to use")
     precompile.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    precompile.add_argument("--linear-dtype", choices=["same", "fp8"], default="same")
     precompile.add_argument(
         "--budgets",
         type=int,

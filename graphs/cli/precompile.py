@@ -32,6 +32,7 @@ def precompile(
     max_items: int = 64,
     dtype: torch.dtype = torch.bfloat16,
     pixel_dtype: torch.dtype | None = None,
+    linear_dtype: str = "same",
 ) -> list[CompiledKernel]:
     """Compile every kernel that a manager with these budgets may capture, and those of eager
     forwards.
@@ -40,17 +41,20 @@ def precompile(
         arch: one of `ARCHITECTURES`.
         budgets: capacities in tokens.
         max_items: item slots of a replay.
+        linear_dtype: "fp8" for an encoder with FP8 layers in every block.
 
     Returns:
         The kernels with their registers, stack and shared memory.
 
     Raises:
-        ValueError: no budgets, or an architecture that is not known here.
+        ValueError: no budgets, an architecture that is not known here, or one without FP8.
         RuntimeError: kernels are interpreted in this process (TRITON_INTERPRET).
     """
     if not budgets:
         raise ValueError("precompile: no budgets to compile for")
-    encoder = Qwen3VLVisionEncoder(config, dtype=dtype, ops="torch", pixel_dtype=pixel_dtype)
+    encoder = Qwen3VLVisionEncoder(
+        config, dtype=dtype, ops="torch", pixel_dtype=pixel_dtype, linear_dtype=linear_dtype
+    )
     encoder.ops = TRITON
     encoder.plan = replace(encoder.plan, attention="triton")
     with compiling_for(arch) as compiled:
@@ -85,7 +89,13 @@ def precompile_command(args: argparse.Namespace, console: Console) -> int:
         config = GEOMETRIES[checked_geometry(args.geometry)]
     budgets = args.budgets or powers_of_two(64, 8192)
     with console.status(f"compiling for {args.arch}"):
-        kernels = precompile(config, args.arch, budgets, dtype=getattr(torch, args.dtype))
+        kernels = precompile(
+            config,
+            args.arch,
+            budgets,
+            dtype=getattr(torch, args.dtype),
+            linear_dtype=args.linear_dtype,
+        )
     view = Table("kernel", box=None, pad_edge=False)
     for name in ("registers", "stack bytes", "shared KiB"):
         view.add_column(name, justify="right")

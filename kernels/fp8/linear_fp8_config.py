@@ -1,0 +1,45 @@
+"""Tile table of `linear_fp8`, in the form of kernels/linear_config.py. Not tuned on a GPU yet:
+what compiles without spills and fits its memory.
+
+Here `parts` of a tile are halves of its columns with a sum of their own: the products of one step
+and one half are promoted to float32 together, so their registers are needed twice. Steps are
+`SCALE_TILE` deep, parts as wide where the layer writes e4m3.
+"""
+
+from functools import lru_cache
+
+from vitgraph.kernels.launch import Capability
+from vitgraph.kernels.linear_config import LinearConfig, Tile
+
+SCALE_TILE = 128  # columns of an activation that share one scale of a row
+
+# 8 warps: sums and products take 128 of a thread's registers, one program fills an SM.
+_SQUARE = Tile(128, 128, SCALE_TILE, stages=5)
+# As much per byte from L2 as tiles of 256 columns do, which is what FP8 wants most.
+WIDE = Tile(128, 256, SCALE_TILE, stages=4, parts=2)
+# 4 warps, two programs on an SM: the promotion of one runs under the products of the other.
+NARROW = Tile(64, 128, SCALE_TILE, stages=4)
+
+SM90 = LinearConfig(_SQUARE, num_warps=8, descriptors=True)
+SM90_SMALL = LinearConfig(NARROW, num_warps=4, programs_per_sm=2, descriptors=True)
+SM100 = LinearConfig(Tile(128, 128, SCALE_TILE, stages=4), num_warps=8, descriptors=True)
+# At most 99 KB of shared memory.
+PORTABLE = LinearConfig(Tile(64, 128, SCALE_TILE, stages=3), num_warps=8)
+
+# What bench/tune_linear_fp8.py times; 128x256 spills a little and is not for the table as it is.
+CANDIDATES = {
+    "128x128": SM90,
+    "128x128, 6 stages": LinearConfig(_SQUARE._replace(stages=6), num_warps=8, descriptors=True),
+    "128x256": LinearConfig(WIDE, num_warps=8, descriptors=True),
+    "64x128, two programs": SM90_SMALL,
+}
+
+
+@lru_cache(maxsize=4096)  # looked up before every launch
+def linear_fp8_config(
+    capability: Capability, capacity: int, out_features: int, in_features: int
+) -> LinearConfig:
+    """Look up the tiles of a layer that may be given up to `capacity` rows."""
+    if capability == (9, 0):
+        return SM90_SMALL if capacity <= 448 else SM90
+    return SM100 if capability[0] == 10 else PORTABLE
