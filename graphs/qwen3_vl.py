@@ -28,8 +28,8 @@ KEYS = {
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
 
-# One batch for each way that tiles, attention and layout are chosen by size: one token, a small
-# image, a larger one, a page, many short frames, more items than 64.
+# One batch for each way that tiles, attention and layout are chosen by size; the last has more
+# items than 64.
 EAGER_SHAPES: tuple[list[Grid], ...] = (
     [(1, 2, 2)],
     [(1, 20, 20)],
@@ -48,9 +48,8 @@ def as_model(encoder: Any) -> Any:
 
 
 class Qwen3VLGraphModel:
-    """The ten protocol methods for an encoder, and some optional ones. A batch (`mm_kwargs`) is
-    {"pixel_values", "image_grid_thw"}, {"pixel_values_videos", "video_grid_thw"}, or both, the
-    images before the videos.
+    """The ten protocol methods for an encoder, and some optional ones. A batch (`mm_kwargs`) has
+    the keys of images, of videos (`KEYS`), or of both, the images before the videos.
 
     Attributes:
         module: the encoder.
@@ -227,8 +226,7 @@ class Qwen3VLGraphModel:
         patches = token_budget * merge**2
         grid_thw = host_grids([(1, merge, patches // merge)], max_batch_size, self.device)
         max_sequences = min(token_budget, max_frames_per_batch)
-        plan = self._plan(patches, max_sequences)
-        self.plans[token_budget] = plan
+        plan = self.plans[token_budget] = self._plan(patches, max_sequences)
         return EncoderCudaGraphCaptureInputs(
             mm_kwargs={
                 "pixel_values": torch.zeros(
@@ -246,9 +244,8 @@ class Qwen3VLGraphModel:
         )
 
     def _plan(self, patches: int, max_sequences: int) -> Plan:
-        if not is_measured(self.module):
-            return self.module.plan
-        return self._measured_plan(patches, max_sequences)
+        measured = is_measured(self.module)
+        return self._measured_plan(patches, max_sequences) if measured else self.module.plan
 
     def _measured_plan(self, patches: int, max_sequences: int) -> Plan:
         """Measured once: vLLM captures twice, first to see how much memory that takes."""

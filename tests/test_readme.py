@@ -239,6 +239,19 @@ def test_replay_cost() -> None:
     assert says(BENCH, f"launches count, {ratio['1 x (1,20,20)']:.2f} times")
 
 
+def test_fp8_products() -> None:
+    rates: dict[str, float] = {}
+    for one in result("tiles", GRAPHS)["results"]:
+        columns, depth = {"qkv": (3456, 1152), "fc1": (4304, 1152), "fc2": (1152, 4304)}[
+            one["layer"]
+        ]
+        if one["rows"] == 8160:
+            rate = 2 * 8160 * columns * depth / one["us"] / 1e6
+            rates[one["layer"]] = max(rate, rates.get(one["layer"], 0))
+    words = "reach {qkv:.0f}, {fc1:.0f} and {fc2:.0f} TFLOP/s (qkv, fc1, fc2;".format(**rates)
+    assert says(GRAPHS, words)
+
+
 def test_plans() -> None:
     measured = result("plans", BENCH)
     rows = {row["workload"]: row for row in measured["rows"]}
