@@ -28,6 +28,7 @@ from torch import Tensor
 
 from vitgraph.bench.options import require
 from vitgraph.bench.outputs import output_file
+from vitgraph.bench.report import header
 from vitgraph.bench.tuning import compile_all, microseconds
 from vitgraph.kernels.attention import attention, attention_reference
 from vitgraph.kernels.attention_config import AttentionConfig, portable_config
@@ -254,7 +255,7 @@ def main() -> None:
             for case, found in times.items()
             for config, us in found.items()
         ]
-        args.save.write_text(json.dumps({"gpu": gpu.name, "results": results}, indent=1) + "\n")
+        args.save.write_text(json.dumps(header() | {"results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

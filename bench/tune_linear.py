@@ -27,6 +27,7 @@ from torch import Tensor
 from vitgraph.bench.exactness import relative_error
 from vitgraph.bench.options import require
 from vitgraph.bench.outputs import output_file
+from vitgraph.bench.report import header
 from vitgraph.bench.tuning import compile_all, microseconds
 from vitgraph.kernels.linear import linear_reference
 from vitgraph.kernels.linear_config import LinearConfig, Tile, linear_config
@@ -182,7 +183,7 @@ def main() -> None:
     for what in left_out:
         console.print(f"left out: {what} (no time left of {args.seconds:g} s)")
     if args.save:
-        args.save.write_text(json.dumps({"gpu": gpu.name, "results": results}, indent=1) + "\n")
+        args.save.write_text(json.dumps(header() | {"results": results}, indent=1) + "\n")
 
 
 def named(tile: Tile | None) -> dict[str, int] | None:

@@ -19,6 +19,7 @@ from rich.table import Table
 from vitgraph.bench.exactness import relative_error
 from vitgraph.bench.options import require
 from vitgraph.bench.outputs import output_file
+from vitgraph.bench.report import header
 from vitgraph.bench.tune_linear import named
 from vitgraph.bench.tuning import microseconds
 from vitgraph.kernels.fp8.linear_fp8 import (
@@ -150,7 +151,7 @@ def main() -> None:
     results = [one for n in args.layers for rows in args.rows for one in time_all(n, rows, table)]
     Console(width=120).print(table)
     if args.save:
-        args.save.write_text(json.dumps({"gpu": gpu, "results": results}, indent=1) + "\n")
+        args.save.write_text(json.dumps(header() | {"results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -139,8 +139,8 @@ def test_tune_linear_fp8_prints_what_it_timed_and_what_failed(
         lambda calls: 30.0 if calls[0].keywords["config"] == slow else 10.0,
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     path = tmp_path / "tiles.json"
     arguments = ["--layers", "fc2", "--rows", "8160", "--save", str(path)]
     monkeypatch.setattr(sys, "argv", ["tune_linear_fp8.py", *arguments])

@@ -240,16 +240,16 @@ def test_replay_cost() -> None:
 
 
 def test_fp8_products() -> None:
-    rates: dict[str, float] = {}
+    fastest: dict[str, float] = {}
     for one in result("tiles", GRAPHS)["results"]:
-        columns, depth = {"qkv": (3456, 1152), "fc1": (4304, 1152), "fc2": (1152, 4304)}[
-            one["layer"]
-        ]
         if one["rows"] == 8160:
-            rate = 2 * 8160 * columns * depth / one["us"] / 1e6
-            rates[one["layer"]] = max(rate, rates.get(one["layer"], 0))
-    words = "reach {qkv:.0f}, {fc1:.0f} and {fc2:.0f} TFLOP/s (qkv, fc1, fc2;".format(**rates)
+            fastest[one["layer"]] = min(one["us"], fastest.get(one["layer"], one["us"]))
+    rows = {row["name"]: row["median_us"] for row in result("kernels", GRAPHS)["rows"]}
+    numbers = [f"{fastest[layer]:.1f}" for layer in ("qkv", "fc1", "fc2")]
+    numbers += [f"{rows[f'{layer} 8160']:.1f}" for layer in ("qkv", "fc1", "fc2")]
+    words = "take {}, {} and {} us (qkv, fc1, fc2; ".format(*numbers[:3])
     assert says(GRAPHS, words)
+    assert says(GRAPHS, "where bf16 takes {}, {} and {}".format(*numbers[3:]))
 
 
 def test_plans() -> None:

@@ -176,9 +176,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="COSINE",
         help="exit with status 1 where an item, in the mean over its tokens, is less alike",
     )
-    fidelity.add_argument(
-        "--save", type=Path, default=None, metavar="FILE", help="write FILE as .json and .png"
-    )
+    words = "write FILE as .json and .png"
+    fidelity.add_argument("--save", type=Path, default=None, metavar="FILE", help=words)
     fidelity.add_argument(
         "--keep-going", action="store_true", help="report unreadable files and go on"
     )
@@ -194,7 +193,8 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--geometry", default="8b", help="of the tower (default: 8b)")
     source.add_argument("--model", default=None, help="checkpoint whose config.json to use")
     precompile.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    precompile.add_argument("--linear-dtype", choices=["same", "fp8"], default="same")
+    words = "fp8: of an encoder with FP8 layers in every block; if some are skipped, run both"
+    precompile.add_argument("--linear-dtype", choices=["same", "fp8"], default="same", help=words)
     precompile.add_argument(
         "--budgets",
         type=int,

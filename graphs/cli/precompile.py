@@ -79,6 +79,8 @@ def precompile_command(args: argparse.Namespace, console: Console) -> int:
 
     if args.arch not in ARCHITECTURES:
         raise ValueError(f"--arch {args.arch} is none of {', '.join(ARCHITECTURES)}")
+    if args.linear_dtype == "fp8" and args.arch in ("sm_80", "sm_86"):
+        raise ValueError(f"--linear-dtype fp8: --arch {args.arch} has no FP8, sm_89 is the first")
     if triton.knobs.runtime.interpret:
         raise ValueError("TRITON_INTERPRET is set: interpreted kernels do not compile")
     if args.budgets and min(args.budgets) < 1:
