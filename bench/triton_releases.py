@@ -9,6 +9,7 @@ all. Reported are medians and quartiles of all rounds.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -81,12 +82,16 @@ class Release:
         """
         if not (line := self.process.stdout.readline()):
             raise RuntimeError(f"{self.name} ended with status {self.process.wait()}")
-        return json.loads(line)
+        try:
+            return json.loads(line)
+        except json.JSONDecodeError:  # printed by something on its path
+            raise RuntimeError(f"{self.name} answered {line!r:.200}") from None
 
     def round(self) -> None:
         """Let it measure every workload."""
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it ended: `read` says so
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
         for workload, times in self.read()["times"].items():
             self.times[workload] += times
 
@@ -108,8 +113,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--save", type=output_file, default=None)
     args = parser.parse_args()
-    if wrong := [one for one in args.releases if "=" not in one]:
+    names = [one.partition("=")[0] for one in args.releases]
+    if wrong := [one for one in args.releases if "=" not in one[1:]]:
         parser.error(f"{wrong[0]!r} is not of the form NAME=SITE")
+    if len(set(names)) < len(names):
+        parser.error(f"a name comes twice in {' '.join(names)}")
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds} must be at least 1")
     releases = [Release(*one.split("=", 1), args.geometry) for one in args.releases]
     result: dict[str, Any] = {"geometry": args.geometry, "rounds": args.rounds, "releases": {}}
     started = time.monotonic()

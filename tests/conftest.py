@@ -13,6 +13,7 @@ if not torch.cuda.is_available():  # before any kernel module is imported
     os.environ["TRITON_INTERPRET"] = "1"
 
 from vitgraph.encoder import GEOMETRIES
+from vitgraph.kernels.fp8 import quantize
 
 
 def _mend_e4m3() -> None:
@@ -40,6 +41,7 @@ def _mend_e4m3() -> None:
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     _mend_e4m3()
+    quantize.INTERPRETER_IS_MENDED = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

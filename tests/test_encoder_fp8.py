@@ -245,3 +245,12 @@ def test_replays_equal_the_eager_forward(device):
             batch["pixel_values"] = size * batch["pixel_values"]
             rows = torch.cat(manager.execute(batch))
             assert relative_error(rows, encoder(batch["pixel_values"], grids)) < 3e-2
+
+
+def test_an_interpreter_that_nobody_mended_is_refused(monkeypatch) -> None:
+    """It truncates to e4m3, and a NaN comes out as a number."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are not interpreted where there is a GPU")
+    monkeypatch.setattr("vitgraph.kernels.fp8.quantize.INTERPRETER_IS_MENDED", False)
+    with pytest.raises(ValueError, match="interpreter rounds to e4m3 wrongly"):
+        Qwen3VLVisionEncoder.random(GEOMETRIES["tiny"], ops="triton", linear_dtype="fp8")

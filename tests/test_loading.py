@@ -61,34 +61,35 @@ def test_a_dead_worker_disturbs_nobody_but_who_waits_for_it(monkeypatch) -> None
         next(items)
 
 
-def test_workers_end_with_a_killed_process(tmp_path) -> None:
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_workers_end_with_a_killed_process(method, tmp_path) -> None:
     """KNOWN_FAILURES 45: though what they have read waits in a pipe that nobody empties."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, sys, time\n"
+        "import multiprocessing, sys, time\n"
         "from pathlib import Path\n"
         "from vitgraph.graphs.media.loader import MediaLoader\n"
         "from vitgraph.graphs.media.loading import read_all\n"
-        "items = read_all(MediaLoader(), [Path(p) for p in sys.argv[1:]], 2)\n"
-        "next(items)\n"
-        "print('read', flush=True)\n"
-        "time.sleep(60)\n"
+        "if __name__ == '__main__':\n"
+        "    multiprocessing.set_start_method(sys.argv[1])\n"
+        "    items = read_all(MediaLoader(), [Path(p) for p in sys.argv[2:]], 2)\n"
+        "    next(items)\n"
+        "    time.sleep(1)\n"
+        "    next(items)\n"
+        "    workers = [str(child.pid) for child in multiprocessing.active_children()]\n"
+        "    print(*workers, flush=True)\n"
+        "    time.sleep(60)\n"
     )
     paths = [str(PHOTOS[0])] * 50
-    command = [sys.executable, str(script), *paths]
+    command = [sys.executable, str(script), method, *paths]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "read\n"
-        workers = children(process.pid)
-        assert len(workers) == 2
+        workers = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(workers) == 2 and all(map(alive, workers))
         process.kill()
     deadline = time.monotonic() + 20
     while (left := [pid for pid in workers if alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left
-
-
-def children(pid: int) -> list[int]:
-    return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def alive(pid: int) -> bool:

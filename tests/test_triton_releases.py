@@ -38,6 +38,31 @@ def test_a_release_that_fails_is_named(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    "arguments, reason",
+    [
+        ("3.6.0", "'3.6.0' is not of the form NAME=SITE"),
+        ("=site", "'=site' is not of the form NAME=SITE"),
+        ("a= a=x", "a name comes twice in a a"),
+        ("a= --rounds 0", "--rounds 0 must be at least 1"),
+    ],
+)
+def test_mistakes_start_nothing(arguments, reason, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["script", *arguments.split()])
+    monkeypatch.setattr(script, "Release", None)
+    with pytest.raises(SystemExit):
+        script.main()
+    assert reason in capsys.readouterr().err
+
+
+def test_what_is_no_answer_is_named(tmp_path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('hello')")
+    release = script.Release("chatty", str(tmp_path), "tiny")
+    with pytest.raises(RuntimeError, match="chatty answered 'hello"):
+        release.read()
+    release.process.kill()
+
+
+@pytest.mark.parametrize(
     "quartiles, expected",
     [([[1, 2, 3], [2, 3, 4]], True), ([[1, 2, 3], [3.5, 4, 5]], False), ([[1, 2, 3]], True)],
 )

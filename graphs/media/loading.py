@@ -4,13 +4,12 @@ What is read crosses the process boundary as arrays through a pipe: torch's own 
 ends in a bus error where a container has little of it.
 """
 
+import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from vitgraph.graphs.media.loader import Media, MediaLoader, Picture
 MOST_WORKERS = 16
 FILES_A_WORKER = 4  # fewer do not pay for starting one
 AHEAD = 2  # items that each worker has ready
-PARENT_SECONDS = 1  # between looks whether the parent still lives
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ def read_all(
         num_workers=workers,
         prefetch_factor=AHEAD,
         pin_memory=pin,
-        worker_init_fn=partial(_end_with, os.getpid()),
+        worker_init_fn=_end_with_parent,
     )
     # DataLoader's own handler would raise wherever the caller is when a worker dies.
     handler = signal.getsignal(signal.SIGCHLD)
@@ -125,14 +123,15 @@ def read_all(
     return _received(items)
 
 
-def _end_with(parent: int, worker: int) -> None:
+def _end_with_parent(worker: int) -> None:
     """In a worker: end when the process it works for was killed. The DataLoader's own way waits for
     a pipe to drain of which only other such workers hold the other end."""
+    parent = multiprocessing.parent_process()
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(PARENT_SECONDS)
-        os._exit(1)
+        if parent is not None:  # whatever way it started this process
+            parent.join()
+            os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 

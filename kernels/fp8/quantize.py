@@ -21,6 +21,7 @@ E4M3_MAX = 448.0
 # Zero rows have a scale, too. What is this small is zero to any sum that it could go into.
 LEAST_SCALE = 1e-30
 MAX_DEPTH = 8192  # values that stay in the registers of one program
+INTERPRETER_IS_MENDED = False  # tests do that
 
 
 class QuantizedLinear(NamedTuple):
@@ -34,7 +35,9 @@ class QuantizedLinear(NamedTuple):
 def why_no_e4m3(device: torch.device) -> str | None:
     """Why kernels with e4m3 operands cannot run on `device`, or None where they can."""
     capability = capability_of(device)
-    if capability == (0, 0) or capability >= (8, 9):  # the first: interpreted
+    if capability == (0, 0) and not INTERPRETER_IS_MENDED:
+        return "Triton's interpreter rounds to e4m3 wrongly and loses its NaN"
+    if capability == (0, 0) or capability >= (8, 9):
         return None
     return f"e4m3 needs compute capability 8.9, this GPU has {capability[0]}.{capability[1]}"
 
