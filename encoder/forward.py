@@ -127,7 +127,7 @@ def forward(tower: Tower, pixels: Tensor, layout: Layout, out: Tensor, plan: Pla
         wide[: len(pixels) * width].view(len(pixels), width)
         for width in (3 * config.hidden_size, config.intermediate_size)
     )
-    inner_fp8 = wide.view(E4M3)[: len(pixels) * config.intermediate_size].view(len(pixels), -1)
+    inner_fp8 = wide.view(E4M3)[: inner.numel()].view(inner.shape)
     constant = normalized_scale(config.hidden_size)
     x = linear("embed", tower.patch_embed.proj, pixels, normalization=normalization)
     ops.position_embedding(x, tower.pos_embed.weight, coords, rows)

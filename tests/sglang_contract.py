@@ -160,8 +160,12 @@ def truth(tower, pixels, grids) -> torch.Tensor:
 
 
 def check(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    assert actual.shape == expected.shape and expected.abs().amax() > 0.1
-    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
+    """Two float32 evaluations: within 1e-4 of the largest value, 1e-5 in the mean. Single values
+    differ by what the processor's kernels make of a sum."""
+    largest = expected.abs().amax()
+    assert actual.shape == expected.shape and largest > 0.1
+    torch.testing.assert_close(actual / largest, expected / largest, atol=1e-4, rtol=0)
+    assert (actual - expected).norm() < 1e-5 * expected.norm()
 
 
 def check_one(model, grids=((1, 8, 12), (2, 4, 6))) -> None:

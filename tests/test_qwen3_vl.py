@@ -79,3 +79,16 @@ def test_only_real_rows_are_computed(grids, encoder, batch, monkeypatch) -> None
     monkeypatch.setattr(encoder, "ops", dataclasses.replace(encoder.ops, **by_patch))
     model.encoder_cudagraph_forward(captured.mm_kwargs, captured.buffers)
     assert rows == {patches, patches // 4}  # tokens in the mergers
+
+
+@pytest.mark.parametrize("linear_dtype", ["same", "fp8"])
+def test_a_replay_of_no_items(linear_dtype) -> None:
+    """vLLM runs a model's graph so, and its eager forward."""
+    encoder = Qwen3VLVisionEncoder.random(GEOMETRIES["tiny"], linear_dtype=linear_dtype)
+    model = as_model(encoder)
+    captured = model.prepare_encoder_cudagraph_capture_inputs(
+        64, 4, 64, encoder.device, encoder.dtype
+    )
+    captured.buffers["grid_thw"].zero_()
+    out = model.encoder_cudagraph_forward(captured.mm_kwargs, captured.buffers)
+    assert out.shape == (0, encoder.config.output_width)
