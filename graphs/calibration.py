@@ -38,12 +38,12 @@ class Layer:
 
 
 def is_measured(encoder: Qwen3VLVisionEncoder) -> bool:
-    """Whether plans are measured here. On a Hopper GPU with its kernels the tables serve: they lose
-    less than 2 % against measured plans on the batches of `vitgraph bench` (bench/plans.py), and
-    nothing has to be timed before a capture."""
+    """Whether plans are measured here. On a Hopper GPU with its kernels, in 16 bits, the tables
+    serve: they lose less than 2 % against measured plans on the batches of `vitgraph bench`
+    (bench/plans.py), and nothing has to be timed before a capture."""
     if encoder.device.type != "cuda" or encoder.ops.name != "triton" or encoder.batch_invariant:
         return False
-    return hopper_tier_unavailable(encoder.device) is not None
+    return encoder.dtype == torch.float32 or hopper_tier_unavailable(encoder.device) is not None
 
 
 def calibrate(encoder: Qwen3VLVisionEncoder, num_patches: int, max_sequences: int) -> Plan:

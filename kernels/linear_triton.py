@@ -231,7 +231,8 @@ def _descriptors(x: Tensor, weight: Tensor, tile: Tile | None) -> list[TensorDes
     ]
 
 
-def _num_tiles(tile: Tile | None, rows: int, cols: int) -> int:
+def num_tiles(tile: Tile | None, rows: int, cols: int) -> int:
+    """Tiles of an output, none without a tile."""
     return cdiv(rows, tile.rows) * cdiv(cols, tile.cols) if tile else 0
 
 
@@ -264,11 +265,11 @@ def linear_triton(
     if config.descriptors and is_aligned(x, weight):
         descriptors = _descriptors(x, weight, large) + _descriptors(x, weight, small)
     scale, shift = normalization.scale_and_shift() if normalization else (None, None)
-    num_tiles = max(
-        _num_tiles(large, capacity, out_features),
-        _num_tiles(small, min(capacity, config.small_rows), out_features),
+    most_tiles = max(
+        num_tiles(large, capacity, out_features),
+        num_tiles(small, min(capacity, config.small_rows), out_features),
     )
-    programs = num_programs(x.device, num_tiles, config.programs_per_sm)
+    programs = num_programs(x.device, most_tiles, config.programs_per_sm)
     linear_kernel[(programs,)](
         x, weight, bias, residual, out, num_rows, *descriptors, scale, shift,
         x.stride(0), residual.stride(0) if residual is not None else 0, out.stride(0),

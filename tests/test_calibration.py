@@ -80,17 +80,25 @@ def test_the_tables_serve_hopper_with_its_kernels(monkeypatch) -> None:
     unavailable = {"cuda:0": None, "cuda:1": "another GPU"}
     monkeypatch.setattr(calibration, "hopper_tier_unavailable", lambda d: unavailable[str(d)])
 
-    def measured(device: str, ops: str = "triton", batch_invariant: bool = False) -> bool:
+    def measured(
+        device: str,
+        ops: str = "triton",
+        batch_invariant: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> bool:
         encoder = SimpleNamespace(
             device=torch.device(device),
             ops=SimpleNamespace(name=ops),
             batch_invariant=batch_invariant,
+            dtype=dtype,
         )
         return calibration.is_measured(encoder)
 
     assert measured("cuda:1") and not measured("cuda:0")
     assert not measured("cpu") and not measured("cuda:1", ops="torch")
     assert not measured("cuda:1", batch_invariant=True)
+    # the tables are for 16 bits
+    assert not measured("cuda:0", dtype=torch.float16) and measured("cuda:0", dtype=torch.float32)
 
 
 def test_a_layer_is_timed_on_the_weights_of_all_blocks(measured, monkeypatch) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vitgraph.kernels.fp8.quantize import E4M3, LEAST_SCALE, QuantizedLinear
-from vitgraph.kernels.launch import cdiv, is_interpreted, num_programs, row_count
+from vitgraph.kernels.launch import is_interpreted, num_programs, row_count
 from vitgraph.kernels.linear_config import LinearConfig, Tile
-from vitgraph.kernels.linear_triton import Activation, activate, is_aligned
+from vitgraph.kernels.linear_triton import Activation, activate, is_aligned, num_tiles
 
 
 @triton.jit
@@ -151,10 +151,6 @@ def _descriptors(x: Tensor, weight: Tensor, tile: Tile | None) -> list[TensorDes
     return [TensorDescriptor.from_tensor(*box) for box in boxes]
 
 
-def _num_tiles(tile: Tile | None, rows: int, cols: int) -> int:
-    return cdiv(rows, tile.rows) * cdiv(cols, tile.cols) if tile else 0
-
-
 def linear_fp8_triton(
     x: Tensor,
     x_scale: float | Tensor,
@@ -176,11 +172,11 @@ def linear_fp8_triton(
     descriptors = [None] * 4
     if config.descriptors and is_aligned(x, weight):
         descriptors = _descriptors(x, weight, large) + _descriptors(x, weight, small)
-    num_tiles = max(
-        _num_tiles(large, capacity, out_features),
-        _num_tiles(small, min(capacity, config.small_rows), out_features),
+    most_tiles = max(
+        num_tiles(large, capacity, out_features),
+        num_tiles(small, min(capacity, config.small_rows), out_features),
     )
-    programs = num_programs(x.device, num_tiles, config.programs_per_sm)
+    programs = num_programs(x.device, most_tiles, config.programs_per_sm)
     tiled = isinstance(x_scale, Tensor)
     # The short tanh is exact enough for these, and the interpreter runs no assembly.
     short = out.dtype in (torch.bfloat16, E4M3) and not is_interpreted()
