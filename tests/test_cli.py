@@ -231,39 +231,41 @@ def test_interrupted(photos, tmp_path, monkeypatch, capsys) -> None:
     assert "3 of 6 are in" in capsys.readouterr().out.replace("\n", " ")
     assert seen == ["0.jpg", "1.jpg", "2.jpg", "3.jpg", "3.jpg", "4.jpg", "5.jpg"]
     assert sorted(load_file(output)) == photos
-    assert not list(tmp_path.glob("*.part*"))
+    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_killed_and_run_again(photos, tmp_path) -> None:
-    """A process that ends without a word loses a shard at most; the rest is as if it had not."""
+    """A process that ends while it writes loses that shard; the rest is as if it had not."""
     whole = ["--output", str(tmp_path / "whole"), "--batch-size", "1"]
     assert main(["encode", *photos, *whole, *EAGER]) == 0
     output = tmp_path / "killed"
-    kill = (
-        "import os; from vitgraph.graphs.cli.shards import EmbeddingWriter as W; add = W.add; "
-        "W.add = lambda self, name, *rest: "
-        "os.kill(os.getpid(), 9) if name.endswith('4.jpg') else add(self, name, *rest)"
+    kill = (  # safetensors writes a file named by itself, in the folder that is asked for
+        "import os; from vitgraph.graphs.cli import shards; save = shards.save_file; "
+        "shards.save_file = lambda tensors, path, **options: "
+        "(path.with_name('.tmpc2UJYY').touch(), os.kill(os.getpid(), 9)) "
+        "if path.name.startswith('000004') else save(tensors, path, **options)"
     )
     options = ["--output", str(output), "--batch-size", "1", "--shard-size", "0", *EAGER]
     process = vitgraph("encode", *photos, *options, before=kill)
     process.communicate(timeout=120)
     assert process.returncode == -signal.SIGKILL
-    (output / "000099.safetensors.part").write_bytes(b"the half of a shard")
-    written = len(list(output.glob("*.safetensors")))
-    assert 2 <= written <= 4 and not (output / "index.json").exists()
+    assert len(list(output.glob("*.safetensors"))) == 3 and len(list(output.iterdir())) == 4
     assert main(["encode", *photos, *options]) == 0
     assert equal(shards(output), shards(tmp_path / "whole"))
-    assert not list(output.glob("*.part"))
+    assert len(list(output.iterdir())) == 6 + 1, "a shard for each photograph, and the index"
 
 
 def test_a_folder_of_others_stays_as_it_is(photos, tmp_path, capsys) -> None:
-    """A browser names what it is downloading .part, too."""
-    others = {tmp_path / "film.mp4.part", tmp_path / "index.json.part"}
+    """Temporary files of other programs, too: safetensors names its own so."""
+    others = {tmp_path / "index.json.part", tmp_path / "tmp" / ".tmpc2UJYY"}
+    (tmp_path / "tmp").mkdir()
     for file in others:
         file.write_text("half of it")
     assert main(["encode", photos[0], "--output", str(tmp_path), *EAGER]) == 2
-    assert "holds film.mp4.part" in capsys.readouterr().err.replace("\n", " ")
-    assert others <= set(tmp_path.iterdir())
+    assert "holds index.json.part" in capsys.readouterr().err.replace("\n", " ")
+    assert main(["encode", photos[0], "--output", str(tmp_path / "tmp"), *EAGER]) == 2
+    assert "holds .tmpc2UJYY" in capsys.readouterr().err.replace("\n", " ")
+    assert others <= set(tmp_path.rglob("*"))
 
 
 @pytest.mark.parametrize("metadata", ["[]", "null"])
@@ -305,7 +307,7 @@ def test_a_full_disk(photos, tmp_path) -> None:
     assert process.returncode == 2
     message = f"error: --output {output}: File too large"
     assert message.split(": F")[0] in errors and "3 items are written" in errors, errors
-    assert not list(output.glob("*.part"))
+    assert {file.suffix for file in output.iterdir()} == {".safetensors", ".json"}
     assert main(["encode", *photos, *options]) == 0
     assert sorted(shards(output)) == photos
 

@@ -7,6 +7,7 @@ an index. A single file is made of such shards when the work ends, well or not.
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,8 @@ from torch import Tensor
 
 SHARD_BYTES = 256 << 20
 INDEX = "index.json"
-PARTIAL = ".part"  # ends the name of a file that is being written
+# Holds what is being written, safetensors' own temporary files too: a killed run leaves it behind.
+UNFINISHED = ".vitgraph-unfinished"
 SETTINGS = "vitgraph"  # key of the metadata that says how all of it was made
 RESERVED = {"__metadata__", SETTINGS}  # the former is safetensors' own
 
@@ -145,8 +147,8 @@ class EmbeddingWriter:
         self._shard_of |= dict.fromkeys(facts, shard.name)
 
     def _save(self, path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """A whole file or none: written beside it, then renamed."""
-        partial = path.with_name(path.name + PARTIAL)
+        """A whole file or none: written elsewhere, then renamed."""
+        partial = self._unfinished(path.name)
         metadata = {name: json.dumps(about) for name, about in facts.items()}
         metadata[SETTINGS] = json.dumps(self.settings)
         try:
@@ -155,16 +157,21 @@ class EmbeddingWriter:
             save_file(tensors, partial, metadata=metadata)
             partial.chmod(mode)
             os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+        finally:
+            shutil.rmtree(partial.parent)
+
+    def _unfinished(self, name: str) -> Path:
+        folder = self.folder / UNFINISHED
+        folder.mkdir(exist_ok=True)
+        return folder / name
 
     def _write_index(self) -> None:
         items = {name: {"shard": self._shard_of[name]} | facts for name, facts in self.done.items()}
-        partial = self.folder / (INDEX + PARTIAL)
+        partial = self._unfinished(INDEX)
         index = {"settings": self.settings, "items": items}
         partial.write_text(json.dumps(index, indent=1) + "\n")
         os.replace(partial, self.folder / INDEX)
+        partial.parent.rmdir()
 
     def _merge(self) -> None:
         """One file of the shards, and of the file itself where this run goes on from it."""
@@ -187,12 +194,10 @@ class EmbeddingWriter:
         """A folder with something else in it is no output, and stays as it is; of an output, what
         a killed run left goes."""
         files = sorted(self.folder.iterdir()) if self.folder.is_dir() else []
-        ours = rf"({re.escape(INDEX)}|\d{{6}}\.safetensors)({re.escape(PARTIAL)})?"
+        ours = rf"{re.escape(INDEX)}|\d{{6}}\.safetensors|{re.escape(UNFINISHED)}"
         if others := [file.name for file in files if not re.fullmatch(ours, file.name)]:
             raise ValueError(f"--output {self.folder} holds {others[0]}; name a new folder")
-        for file in files:
-            if file.name.endswith(PARTIAL):
-                file.unlink()
+        shutil.rmtree(self.folder / UNFINISHED, ignore_errors=True)
 
     def _resume(self, names: set[str]) -> None:
         for file in (*self._shards(), self.path):
