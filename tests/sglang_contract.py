@@ -28,8 +28,10 @@ from sglang.srt.server_args import ServerArgs
 from sglang.version import __version__ as RELEASE
 
 from vitgraph.bench.dummy_model import write_model
+from vitgraph.bench.exactness import relative_error
 from vitgraph.encoder import GEOMETRIES
 from vitgraph.graphs import sglang_plugin
+from vitgraph.graphs.linears import FP8_SKIP_BLOCKS, LINEAR_DTYPE
 from vitgraph.graphs.sglang_plugin import names, report
 from vitgraph.graphs.sglang_plugin.tower import ServedTower, read_config
 
@@ -337,6 +339,33 @@ def test_budgets_that_are_none(flags, caplog, monkeypatch) -> None:
     assert f"{names.BUDGETS}: encoder_cudagraph_token_budgets: 'many' is none of" in caplog.text
 
 
+def test_layers_in_fp8(flags, caplog, monkeypatch) -> None:
+    """Of the last block; attention is sharp in the others, and amplifies what came before."""
+    monkeypatch.setenv(LINEAR_DTYPE, "fp8")
+    monkeypatch.setenv(FP8_SKIP_BLOCKS, "3")
+    model = serve(build())
+    assert "attention sdpa (auto), fp8 (first 3 blocks in float32), graphs on" in caplog.text
+    grids = [(1, 8, 12), (2, 4, 6)]
+    pixels = pixels_for(grids)
+    before = model.visual(pixels, torch.tensor(grids))
+    found = relative_error(before, truth(model.visual, pixels, grids))
+    # in place, as SGLang updates weights
+    model.visual.blocks[3].attn.qkv_proj.weight.data.neg_()
+    after = model.visual(pixels, torch.tensor(grids))
+    expected = truth(model.visual, pixels, grids)
+    print(f"{found:.3f}, then {relative_error(after, expected):.3f}")
+    assert 3e-3 < found < 0.1 and relative_error(after, expected) < 0.1
+    assert relative_error(before, expected) > 0.3
+
+
+def test_fp8_that_cannot_be_had_is_named(flags, caplog, monkeypatch) -> None:
+    monkeypatch.setenv(LINEAR_DTYPE, "fp8")
+    monkeypatch.setenv(FP8_SKIP_BLOCKS, "4")
+    check_one(serve(build()))
+    assert "no FP8, the layers keep the tower's dtype: VITGRAPH_LINEAR_DTYPE=fp8" in caplog.text
+    assert "fp8_skip_blocks 4 must be an integer from 0 to 3" in caplog.text
+
+
 def test_attention_of_the_flag(flags, caplog) -> None:
     """`triton_attn` is our kernel, here in Triton's interpreter."""
     flags.mm_attention_backend = "triton_attn"
@@ -390,10 +419,14 @@ def test_external_package(flags, monkeypatch) -> None:
 
 
 def test_doctor(monkeypatch) -> None:
-    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    for variable in ("SGLANG_PLUGINS", LINEAR_DTYPE):
+        monkeypatch.delenv(variable, raising=False)
     lines = report.report()
     assert lines["SGLang"] == RELEASE
     assert lines["tower"].startswith("vitgraph, for Qwen3-VL, Qwen3.5")
     assert ("SGLANG_EXTERNAL_MODEL_PACKAGE=" in lines["encoder-only servers"]) == NEW
     assert "sdpa -> sdpa (eager)" in lines["attention"]
     assert lines["graphs"].startswith("on, budgets powers of two")
+    assert lines["layers"] == "in the tower's dtype; VITGRAPH_LINEAR_DTYPE=fp8 for FP8"
+    monkeypatch.setenv(LINEAR_DTYPE, "fp8")
+    assert report.report()["layers"] == "fp8"

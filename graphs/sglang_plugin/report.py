@@ -25,6 +25,7 @@ def report() -> dict[str, str]:
         "tower": _tower,
         "encoder-only servers": _encoder_only,
         "attention": _attention,
+        "layers": _layers,
         "graphs": _graphs,
     }
     return collect("sglang", find)
@@ -85,6 +86,12 @@ def _attention() -> str:
             continue
         pairs.append(f"{theirs} -> {ours}{' (eager)' if ours == 'sdpa' else ''}")
     return f"measured at capture, unless --mm-attention-backend: {', '.join(pairs)}"
+
+
+def _layers() -> str:
+    from vitgraph.graphs.linears import report_linears
+
+    return report_linears()
 
 
 def _graphs() -> str:

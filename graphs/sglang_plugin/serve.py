@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from vitgraph.encoder.attention.trial import Heads
+from vitgraph.graphs.linears import choose_linears
 from vitgraph.graphs.sglang_plugin.names import logger
 from vitgraph.graphs.sglang_plugin.settings import choose_attention, read_budgets
-from vitgraph.graphs.sglang_plugin.tower import ServedTower, TowerService, adopt
+from vitgraph.graphs.sglang_plugin.tower import ServedTower, TowerService, adopt, read_config
 from vitgraph.graphs.vllm_plugin.names import describe
 
 TOWER = "Qwen3VLMoeVisionModel"
@@ -90,7 +91,8 @@ def _service(tower: Any) -> TowerService:
         logger.warning("vitgraph: no encoder graphs: sdpa reads sequence lengths on the host")
         config = type(config)()
     invariant = on_gpu and bool(getattr(flags, "enable_deterministic_inference", False))
-    return TowerService(tower, config, "triton" if invariant else attention, invariant)
+    linears = choose_linears(read_config(tower), tower.device, invariant, logger)
+    return TowerService(tower, config, "triton" if invariant else attention, invariant, linears)
 
 
 def _describe(service: TowerService, seconds: float) -> str:
@@ -106,4 +108,5 @@ def _describe(service: TowerService, seconds: float) -> str:
             f"captured in {seconds:.0f} s"
         )
     invariant = ", batch-invariant" if encoder.batch_invariant else ""
-    return f"attention {attention} ({encoder.requested_attention}){invariant}, {graphs}"
+    options = invariant + service.linears.said(encoder.dtype)
+    return f"attention {attention} ({encoder.requested_attention}){options}, {graphs}"

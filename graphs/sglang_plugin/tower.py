@@ -17,6 +17,7 @@ from vitgraph.encoder.sharing import why_not_shareable
 from vitgraph.encoder.structure import Structure, why_not_plain
 from vitgraph.graphs.addresses import Addresses
 from vitgraph.graphs.config import CompilationConfig
+from vitgraph.graphs.linears import SAME, Linears
 from vitgraph.graphs.manager import EncoderCudaGraphManager
 from vitgraph.graphs.sglang_plugin.names import logger
 
@@ -83,15 +84,21 @@ class TowerService:
         config: see `CompilationConfig`; graphs are captured at once where it says so.
         attention: name of our backend, or "auto".
         batch_invariant: an image's bits do not depend on what it is encoded with.
+        linears: options of the blocks' layers.
 
     Raises:
         ValueError: what keeps our encoder from serving, by name.
     """
 
     def __init__(
-        self, tower: Any, config: CompilationConfig, attention: str, batch_invariant: bool
+        self,
+        tower: Any,
+        config: CompilationConfig,
+        attention: str,
+        batch_invariant: bool,
+        linears: Linears = SAME,
     ) -> None:
-        self.tower = tower
+        self.tower, self.linears = tower, linears
         self.config = read_config(tower)
         if reason := self._why_not():
             raise ValueError(reason)
@@ -101,6 +108,7 @@ class TowerService:
             dtype=tower.dtype,
             attention=attention,
             batch_invariant=batch_invariant,
+            **linears._asdict(),
         )
         self._lock = threading.RLock()
         self._declined: str | None = None

@@ -52,6 +52,11 @@ def is_disabled() -> bool:
     return os.environ.get("VITGRAPH_DISABLE", "0").strip().lower() not in ("", "0", "false")
 
 
+def is_invariant() -> bool:
+    """Whether the environment asks vLLM for results that do not depend on the batch."""
+    return os.environ.get("VLLM_BATCH_INVARIANT", "0").strip() not in ("", "0")
+
+
 def attempt(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
     """(result, None) of a look into vLLM's configuration, or (None, why that failed)."""
     try:

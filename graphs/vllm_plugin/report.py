@@ -5,7 +5,13 @@ import re
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
-from vitgraph.graphs.vllm_plugin.names import ARCHITECTURES, MODELS, collect, is_disabled
+from vitgraph.graphs.vllm_plugin.names import (
+    ARCHITECTURES,
+    MODELS,
+    collect,
+    is_disabled,
+    is_invariant,
+)
 
 PLUGIN = "vitgraph.graphs.vllm_plugin:register"
 # The first releases that take the V2 model runner by themselves, for a dense model, MoE, and one
@@ -30,6 +36,7 @@ def report() -> dict[str, str]:
         "protocol": _protocol,
         "attention": _attention,
         "kernels": _kernels,
+        "layers": _layers,
         "graphs": _graphs,
         "metrics": _metrics,
     }
@@ -129,6 +136,12 @@ def _kernels() -> str:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return f"{resolve_operations('auto', device, torch.bfloat16).name} on {device}"
+
+
+def _layers() -> str:
+    from vitgraph.graphs.linears import report_linears
+
+    return report_linears(is_invariant())
 
 
 def _graphs() -> str:

@@ -16,6 +16,7 @@ from vitgraph.encoder.inputs import Grids, host_grids, outlives
 from vitgraph.encoder.sharing import why_not_shareable
 from vitgraph.encoder.structure import Structure, why_not_plain
 from vitgraph.graphs.addresses import Addresses
+from vitgraph.graphs.linears import SAME, Linears
 from vitgraph.graphs.qwen3_vl import Qwen3VLGraphModel
 from vitgraph.graphs.vllm_plugin.metrics import TowerMetrics
 from vitgraph.graphs.vllm_plugin.names import logger
@@ -35,6 +36,7 @@ class SharedEncoder:
         attention: name of our backend.
         shape: of the running release's encoder graph protocol.
         batch_invariant: an image's bits do not depend on what it is encoded with.
+        linears: options of the blocks' layers.
     """
 
     def __init__(
@@ -44,8 +46,9 @@ class SharedEncoder:
         attention: str,
         shape: ReleaseShape,
         batch_invariant: bool = False,
+        linears: Linears = SAME,
     ) -> None:
-        self.batch_invariant = batch_invariant
+        self.batch_invariant, self.linears = batch_invariant, linears
         self.tower, self.vision_config, self.attention = tower, vision_config, attention
         self.shape = shape
         self.pixel_normalization = _normalization(getattr(tower, "input_norm", None))
@@ -199,6 +202,7 @@ class SharedEncoder:
             attention=self.attention,
             batch_invariant=self.batch_invariant,
             pixel_dtype=torch.uint8 if self.pixel_normalization is not None else None,
+            **self.linears._asdict(),
         )
         encoder.share_weights(tower)
         # Anew: its buffers may have been loaded since.
@@ -229,11 +233,12 @@ def adopt(
     attention: str,
     shape: ReleaseShape,
     batch_invariant: bool = False,
+    linears: Linears = SAME,
 ) -> SharedEncoder:
     """Give vLLM's tower our forward; its parameters, attributes and loading stay its own."""
     theirs = type(tower)
     tower.__class__ = type(f"Vitgraph{theirs.__name__}", (AdoptedTower, theirs), {})
-    shared = SharedEncoder(tower, vision_config, attention, shape, batch_invariant)
+    shared = SharedEncoder(tower, vision_config, attention, shape, batch_invariant, linears)
     tower.vitgraph = shared
     logger.debug("vitgraph: adopted %s", theirs.__name__)
     return shared

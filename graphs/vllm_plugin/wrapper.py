@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import os
 from typing import Any
 
 import torch
@@ -12,9 +11,10 @@ from vitgraph.encoder import VisionConfig
 from vitgraph.encoder.attention.backends import FREE_OF_EMPTY_SEQUENCES
 from vitgraph.encoder.inputs import Grids, check_grids, check_pixels
 from vitgraph.encoder.sharing import why_not_shareable
+from vitgraph.graphs.linears import choose_linears
 from vitgraph.graphs.qwen3_vl import KEYS
 from vitgraph.graphs.vllm_plugin.backends import counterpart
-from vitgraph.graphs.vllm_plugin.names import attempt, describe, logger
+from vitgraph.graphs.vllm_plugin.names import attempt, describe, is_invariant, logger
 from vitgraph.graphs.vllm_plugin.protocol import ReleaseShape, VllmModel, detect_shape
 from vitgraph.graphs.vllm_plugin.tower import SharedEncoder, adopt
 
@@ -64,13 +64,14 @@ class VisionTowerWrapper(VllmModel):
         encoder.graphs_off = not compilation.cudagraph_mm_encoder
         logger.info(
             "vitgraph serves the vision tower of %s: attention %s (vLLM chose %s), %s pixels, "
-            "graphs %s%s, %d rank%s, encoder graph protocol of vLLM %s",
+            "graphs %s%s%s, %d rank%s, encoder graph protocol of vLLM %s",
             type(self).__name__,
             encoder.attention,
             self.visual.attn_backend.name,
             "uint8" if encoder.pixel_normalization is not None else "normalised",
             "off" if encoder.graphs_off else "on",
             ", batch-invariant" if encoder.batch_invariant else "",
+            encoder.linears.said(encoder.tower.dtype),
             ranks,
             "" if ranks == 1 else "s, weights replicated and items shared out",
             encoder.shape.releases,
@@ -267,7 +268,8 @@ def _adopt(tower: Any, vllm_config: Any, shape: ReleaseShape) -> SharedEncoder:
     vision_config = getattr(hf_config, "thinker_config", hf_config).vision_config
     if next(tower.parameters(), None) is None:  # a placeholder: no images and videos are allowed
         raise ValueError("this process has no vision tower")
-    if reason := why_not_shareable(tower, VisionConfig.from_dict(vision_config.to_dict())):
+    config = VisionConfig.from_dict(vision_config.to_dict())
+    if reason := why_not_shareable(tower, config):
         raise ValueError(reason)
     if torch.version.hip is not None:
         raise ValueError("vitgraph is made for NVIDIA GPUs")
@@ -276,10 +278,12 @@ def _adopt(tower: Any, vllm_config: Any, shape: ReleaseShape) -> SharedEncoder:
     if not shape.item_specs and attention not in FREE_OF_EMPTY_SEQUENCES:
         # These releases cannot take a pack back that has more frames than a graph has slots.
         attention = "triton"
-    invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0").strip() not in ("", "0")
+    invariant = is_invariant()
     if invariant and tower.device.type != "cuda":
         raise ValueError("VLLM_BATCH_INVARIANT needs kernels of a GPU")
-    return adopt(tower, vision_config, "triton" if invariant else attention, shape, invariant)
+    linears = choose_linears(config, tower.device, invariant, logger)
+    attention = "triton" if invariant else attention
+    return adopt(tower, vision_config, attention, shape, invariant, linears)
 
 
 @functools.lru_cache(maxsize=64)
