@@ -68,6 +68,32 @@ def test_encode_writes_what_the_encoder_gives(tmp_path, capsys) -> None:
     assert "4 items packed (no graph on a CPU), 0 run eagerly" in printed
 
 
+def test_encode_in_fp8(tmp_path, capsys) -> None:
+    """What the option gives, and that an output holds one kind."""
+    files, fp8 = {}, ["--linear-dtype", "fp8"]
+    options = {"same": [], "fp8": fp8, "few": [*fp8, "--fp8-skip-blocks", "3"]}
+    command = ["encode", CAT, "--max-pixels", "65536", *TINY, "--output"]
+    for name, chosen in options.items():
+        files[name] = str(tmp_path / f"{name}.safetensors")
+        assert main([*command, files[name], *chosen]) == 0
+    same, every, few = (load_file(file)[CAT] for file in files.values())
+    errors = relative_error(few, same), relative_error(every, same)
+    print(f"one block: {errors[0]:.4f}, all: {errors[1]:.4f}")
+    assert 1e-4 < errors[0] < 0.8 * errors[1] and errors[1] < 0.1
+    assert main([*command, files["same"]]) == 0
+    assert main([*command, files["same"], *fp8]) == 2
+    assert main([*command, files["few"], *options["fp8"]]) == 2
+    assert "linear_dtype" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("skip", "problem"), [("4", "from 0 to 3"), ("1", "goes with")])
+def test_encode_with_blocks_that_are_not_there(skip, problem, capsys) -> None:
+    dtype = "fp8" if skip == "4" else "same"
+    options = ["--linear-dtype", dtype, "--fp8-skip-blocks", skip]
+    assert main(["encode", CAT, *options, *TINY]) == 2
+    assert f"fp8_skip_blocks {skip}" in (said := capsys.readouterr().err) and problem in said
+
+
 def test_encode_reports_each_item(capsys, monkeypatch) -> None:
     monkeypatch.setattr(command_line.console, "width", 200)
     config = '{"cudagraph_mm_encoder": true, "encoder_cudagraph_token_budgets": [128, 200]}'

@@ -33,7 +33,8 @@ def build_encoder(
 def build_manager(args: argparse.Namespace, console: Console) -> EncoderCudaGraphManager:
     """An encoder and its captured manager."""
     config = CompilationConfig.from_json(args.compilation_config)
-    encoder = build_encoder(args, console)
+    options = {"linear_dtype": args.linear_dtype, "fp8_skip_blocks": args.fp8_skip_blocks}
+    encoder = build_encoder(args, console, **options)
     manager = EncoderCudaGraphManager(encoder, config)
     with console.status("capturing graphs"):
         manager.capture()

@@ -255,6 +255,8 @@ def _how(
         "image": asdict(loader.image_settings),
         "video": asdict(loader.video_settings),
     }
+    if args.linear_dtype != "same":  # or what was made before there was a choice would be refused
+        made |= {"linear_dtype": args.linear_dtype, "fp8_skip_blocks": args.fp8_skip_blocks}
     return json.loads(json.dumps(made))
 
 

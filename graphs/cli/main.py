@@ -62,6 +62,19 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument(
         "--max-pixels", type=int, default=None, help="largest area of an image or frame"
     )
+    common.add_argument(
+        "--linear-dtype",
+        choices=["same", "fp8"],
+        default="same",
+        help="of the blocks' layers (default: same)",
+    )
+    common.add_argument(
+        "--fp8-skip-blocks",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with fp8: the first N blocks keep the encoder's dtype (default: 0)",
+    )
 
     encode = commands.add_parser("encode", parents=[common], help="encode images and videos")
     encode.add_argument(
