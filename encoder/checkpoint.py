@@ -8,7 +8,7 @@ otherwise.
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +28,15 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import get_session
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+
+from vitgraph.encoder.quantized import (
+    SUPPORTED,
+    Stored,
+    companions,
+    dequantize,
+    scale_name,
+    why_not_read,
+)
 
 # Qwen3-VL's and Qwen3.5's, those that were saved without the outermost model, Qwen3-Omni's, and
 # those of retrieval models with a model inside.
@@ -170,7 +179,8 @@ def _hub_answers() -> bool:
 def load_vision_weights(
     module: nn.Module, checkpoint: Checkpoint, kernel: tuple[int, int] = (3, 2)
 ) -> None:
-    """Copy the tower's tensors into `module`, opening only the shards that hold them.
+    """Copy the tower's tensors into `module`, opening only the shards that hold them; weights in
+    e4m3 are multiplied by their scales (encoder/quantized.py).
 
     Everything is compared before anything is copied.
 
@@ -200,34 +210,66 @@ def load_vision_weights(
         if other != name:
             twice.append(f"{other} and {name} are the same tensor under two names")
     files = {name: weight_map[stored] for name, stored in stored_names.items()}
-    problems = twice + [f"missing {name}" for name in sorted(parameters.keys() - files.keys())]
-    problems += [f"unexpected {name}" for name in sorted(files.keys() - parameters.keys())]
+    quantized = companions(files, parameters)
+    beside = {name for names in quantized.values() for name in names.values()}
+    missing = parameters.keys() - files.keys() - quantized.keys()
+    problems = twice + [f"missing {name}" for name in sorted(missing)]
+    problems += [f"unexpected {name}" for name in sorted(files.keys() - parameters.keys() - beside)]
     common = sorted(parameters.keys() & files.keys())
     with ExitStack() as stack:
         shards = {
             file: stack.enter_context(checkpoint.open(file))
-            for file in sorted({files[name] for name in common})
+            for file in sorted({files[name] for name in [*common, *beside]})
         }
-        for name in common:
+        found: dict[str, Stored] = {}
+        for name in [*common, *sorted(beside)]:
             if stored_names[name] not in shards[files[name]].keys():  # noqa: SIM118 - not a dict
                 problems.append(f"missing {name} (the index names {files[name]})")
                 continue
             stored = shards[files[name]].get_slice(stored_names[name])
-            found, wanted = tuple(stored.get_shape()), tuple(parameters[name].shape)
-            if name == PATCH_EMBED and len(found) == 5 and found[1:3] == kernel:
-                found = (found[0], math.prod(found[1:]))
-            if found != wanted:
-                problems.append(f"{name} has shape {found}, the config wants {wanted}")
-            if stored.get_dtype() not in DTYPES:
-                problems.append(f"{name} has dtype {stored.get_dtype()}, not {' or '.join(DTYPES)}")
+            found[name] = Stored(stored.get_dtype(), tuple(stored.get_shape()))
+        problems += _misfits(parameters, found, quantized, kernel)
         if problems:
             raise ValueError(
                 f"{checkpoint.name} does not fit the vision config: {'; '.join(problems)}"
             )
+
+        def read(name: str) -> Tensor:
+            return shards[files[name]].get_tensor(stored_names[name])
+
         with torch.no_grad():
             for name in common:
-                tensor: Tensor = shards[files[name]].get_tensor(stored_names[name])
+                tensor = read(name)
+                if name in quantized:
+                    tensor = dequantize(tensor, read(scale_name(quantized[name])))
                 parameters[name].copy_(tensor.reshape(parameters[name].shape))
+
+
+def _misfits(
+    parameters: dict[str, nn.Parameter],
+    found: dict[str, Stored],
+    quantized: dict[str, dict[str, str]],
+    kernel: tuple[int, int],
+) -> Iterator[str]:
+    """What is wrong with the tensors that are there; of quantised weights the first is named."""
+    unread = []
+    for name in sorted(parameters.keys() & (found.keys() | quantized.keys())):
+        beside = quantized.get(name, {})
+        float8 = name in found and found[name].dtype.startswith("F8")
+        if beside or (float8 and name.endswith(".weight")):
+            if reason := why_not_read(name, beside, found, DTYPES):
+                unread.append(reason)
+                continue
+        elif found[name].dtype not in DTYPES:
+            yield f"{name} has dtype {found[name].dtype}, not {' or '.join(DTYPES)}"
+        shape, wanted = found[name].shape, tuple(parameters[name].shape)
+        if name == PATCH_EMBED and len(shape) == 5 and shape[1:3] == kernel:
+            shape = (shape[0], math.prod(shape[1:]))
+        if shape != wanted:
+            yield f"{name} has shape {shape}, the config wants {wanted}"
+    if unread:
+        others = f" (and {len(unread) - 1} more like it)" if len(unread) > 1 else ""
+        yield f"{unread[0]}{others}: {SUPPORTED}"
 
 
 def _is_plain(file: object) -> bool:

@@ -130,7 +130,7 @@ class Qwen3VLVisionEncoder(VisionModules):
     def from_pretrained(
         cls, model: str | Path, *, revision: str | None = None, **kwargs: Any
     ) -> "Qwen3VLVisionEncoder":
-        """Load the vision tower of a checkpoint.
+        """Load the vision tower of a checkpoint; weights in e4m3 become values times scales.
 
         Args:
             model: local directory or hub repository id; only the shards that hold the tower are
