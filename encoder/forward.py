@@ -74,6 +74,7 @@ def forward(tower: Tower, pixels: Tensor, layout: Layout, out: Tensor, plan: Pla
         **options: Any,
     ) -> Tensor:
         # In every forward, and so in every replay: weights that change in place are never stale.
+        # vLLM and SGLang write them through `.data`, which no version counter of torch's sees.
         # It reads 2 bytes a weight and writes 1, for the 27 blocks of the 8B tower 1.1 GB: by bytes
         # about 0.26 ms of an H200 (not measured), and 81 launches. Where once is enough, keep what
         # `quantize` returns here, by layer.
