@@ -14,12 +14,14 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from vitgraph.kernels.launch import cdiv
 
 SCALES, IGNORED = ("weight_scale", "weight_scale_inv"), "input_scale"
 BLOCK = 128
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SUPPORTED = (
     "quantised weights are read where they are F8_E4M3 with one scale a tensor, an output channel "
     "or a block of 128 x 128, as Model-Optimizer, compressed-tensors and Qwen's -FP8 have it"
@@ -90,7 +92,16 @@ def why_not_read(
 
 
 def dequantize(weight: Tensor, scale: Tensor) -> Tensor:
-    """`weight * scale` in float32, for a scale of one of the shapes above."""
+    """`weight * scale` in float32.
+
+    Raises:
+        ValueError: a scale of another shape than those above, or of a dtype that is no number's.
+    """
+    if scale.dtype not in FLOATS or tuple(scale.shape) not in _shapes(tuple(weight.shape)):
+        raise ValueError(
+            f"the scale is {scale.dtype} {tuple(scale.shape)}, the weight {tuple(weight.shape)}; "
+            f"{SUPPORTED}"
+        )
     scale = scale.float()
     if scale.numel() == 1 or scale.numel() == scale.shape[0] == weight.shape[0]:
         return weight.float() * scale.reshape(-1, *[1] * (weight.ndim - 1))

@@ -3,15 +3,19 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
-import pytest
+import torch
 
 from vitgraph.bench.workloads import WORKLOADS, image_grid
 from vitgraph.encoder import config
+from vitgraph.graphs.linears import SAME, Linears
 from vitgraph.graphs.metrics import FAMILIES
 from vitgraph.graphs.vllm_plugin.names import ARCHITECTURES
 from vitgraph.graphs.vllm_plugin.report import V2_SINCE
+from vitgraph.graphs.vllm_plugin.tower import SharedEncoder
 from vitgraph.kernels.launch import GLUON_RELEASES
+from vitgraph.kernels.linear import PixelNormalization
 
 TOWERS = ("vllm", "vitgraph")
 ROOT = Path(__file__).parents[1]
@@ -327,16 +331,26 @@ def test_model_runners_of_vllm_releases() -> None:
     assert seen == list(range(20, 34))
 
 
-@pytest.mark.parametrize("page", [README, PLUGIN], ids=["README", "plugin"])
-def test_the_line_of_the_log(page) -> None:
-    """As the wrapper writes it."""
+def test_the_line_of_the_log() -> None:
+    """As the wrapper writes it; the README has its beginning."""
     source = (ROOT / "graphs" / "vllm_plugin" / "wrapper.py").read_text()
-    line = "vitgraph serves the vision tower of {}: attention {} (vLLM chose {})"
-    assert line.replace("{}", "%s") in source
-    assert '"graphs %s' in source
-    said = line.format("Qwen3VLForConditionalGeneration", "triton", "TRITON_ATTN")
-    assert says(page, said)
-    assert "graphs on" in page
+    assert '"vitgraph serves the vision tower of %s: %s, %d rank' in source
+    encoder = SimpleNamespace(
+        tower=SimpleNamespace(
+            attn_backend=SimpleNamespace(name="TRITON_ATTN"), dtype=torch.bfloat16
+        ),
+        attention="triton",
+        pixel_normalization=PixelNormalization((0.5,) * 3, (0.5,) * 3),
+        graphs_off=False,
+        batch_invariant=False,
+        linears=SAME,
+    )
+    said = SharedEncoder.describe(encoder)
+    begun = f"vitgraph serves the vision tower of Qwen3VLForConditionalGeneration: {said}"
+    assert says(PLUGIN, f"{begun}, 1 rank")
+    assert says(README, begun[: begun.index(", uint8")]) and "graphs on" in README
+    encoder.linears = Linears("fp8", 3)
+    assert says(PLUGIN, SharedEncoder.describe(encoder).partition("graphs on, ")[2])
 
 
 def test_metrics_of_the_plugin() -> None:

@@ -176,6 +176,7 @@ def build_model(
     budgets=BUDGETS,
     frames=64,
     classes=ours,
+    quant_config=None,
     **multimodal,
 ):
     """Build a model as vLLM does; keywords are fields of the multimodal configuration."""
@@ -199,6 +200,7 @@ def build_model(
         get_multimodal_config=lambda: multimodal_config,
     )
     config.parallel_config.tensor_parallel_size = ranks
+    config.quant_config = quant_config
     if lora:
         config.lora_config = SimpleNamespace(enable_tower_connector_lora=True)
     compilation = config.compilation_config

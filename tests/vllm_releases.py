@@ -99,7 +99,7 @@ def run(release: str, *pytest_arguments: str) -> int:
         "OMP_NUM_THREADS": "1",  # the tower is tiny, and threads that wait would spin
         "HF_HUB_OFFLINE": "1",
     }
-    names = ("contract", "modes", "fp8", "metrics", "bench")
+    names = ("contract", "modes", "fp8", "quantized", "metrics", "bench")
     files = (str(tests / f"vllm_{name}.py") for name in names)
     command = [sys.executable, "-m", "pytest", "-p", "vllm_harness", *files, *pytest_arguments]
     return subprocess.run(command, env=environment, cwd=tests.parent).returncode

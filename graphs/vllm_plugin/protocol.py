@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # what vLLM's classes have for `super()`; signatures differ b
         prepare_encoder_cudagraph_replay_buffers: Callable[..., Any]
         encoder_cudagraph_forward: Callable[..., Any]
         postprocess_encoder_output: Callable[..., None]
+        load_weights: Callable[..., Any]
 
         def __init__(self, *, vllm_config: Any, prefix: str) -> None: ...
 

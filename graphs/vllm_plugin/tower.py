@@ -77,6 +77,16 @@ class SharedEncoder:
         """The encoder as of the last `refresh`."""
         return self.model.module
 
+    def describe(self) -> str:
+        """What the log says of it: attention, pixels, graphs and options."""
+        pixels = "uint8" if self.pixel_normalization is not None else "normalised"
+        return (
+            f"attention {self.attention} (vLLM chose {self.tower.attn_backend.name}), {pixels} "
+            f"pixels, graphs {'off' if self.graphs_off else 'on'}"
+            f"{', batch-invariant' if self.batch_invariant else ''}"
+            f"{self.linears.said(self.tower.dtype)}"
+        )
+
     def refresh(self) -> bool:
         """Follow parameters that moved or were replaced; False where ours cannot use them."""
         same = self._structure is not None and self._structure.unchanged()

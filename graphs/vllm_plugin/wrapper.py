@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from vitgraph.graphs.qwen3_vl import KEYS
 from vitgraph.graphs.vllm_plugin.backends import counterpart
 from vitgraph.graphs.vllm_plugin.names import attempt, describe, is_invariant, logger
 from vitgraph.graphs.vllm_plugin.protocol import ReleaseShape, VllmModel, detect_shape
+from vitgraph.graphs.vllm_plugin.quantized import plain_tower, plain_weights
 from vitgraph.graphs.vllm_plugin.tower import SharedEncoder, adopt
 
 
@@ -30,11 +32,15 @@ class VisionTowerWrapper(VllmModel):
         # A later vLLM may lack a field that is read here: then its own tower serves.
         can = getattr(type(self), "supports_encoder_tp_data", False)
         ranks, failed = attempt(replicate_tower, vllm_config, can)
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        asked, unknown = attempt(why_not_served, vllm_config)
+        reason = failed or unknown or asked
+        quantization = None if reason else getattr(vllm_config, "quant_config", None)
+        with plain_tower(quantization) as plain:
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self._vitgraph_plain = bool(plain)
         encoder: SharedEncoder | None = None
         try:
             shape = detect_shape()
-            reason = failed or why_not_served(vllm_config)
             if reason is None:
                 encoder = _adopt(self.visual, vllm_config, shape)
         except Exception as error:
@@ -63,19 +69,18 @@ class VisionTowerWrapper(VllmModel):
             logger.warning("vitgraph: compile_mm_encoder has no effect: nothing here is compiled")
         encoder.graphs_off = not compilation.cudagraph_mm_encoder
         logger.info(
-            "vitgraph serves the vision tower of %s: attention %s (vLLM chose %s), %s pixels, "
-            "graphs %s%s%s, %d rank%s, encoder graph protocol of vLLM %s",
+            "vitgraph serves the vision tower of %s: %s, %d rank%s, encoder graph protocol of "
+            "vLLM %s",
             type(self).__name__,
-            encoder.attention,
-            self.visual.attn_backend.name,
-            "uint8" if encoder.pixel_normalization is not None else "normalised",
-            "off" if encoder.graphs_off else "on",
-            ", batch-invariant" if encoder.batch_invariant else "",
-            encoder.linears.said(encoder.tower.dtype),
+            encoder.describe(),
             ranks,
             "" if ranks == 1 else "s, weights replicated and items shared out",
             encoder.shape.releases,
         )
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
+        """vLLM's; a tower of plain layers gets plain weights."""
+        return super().load_weights(plain_weights(weights) if self._vitgraph_plain else weights)
 
     def get_encoder_cudagraph_config(self) -> Any:
         """vLLM's, with two captured tensors."""
@@ -103,21 +108,12 @@ class VisionTowerWrapper(VllmModel):
         **keywords: Any,
     ) -> Any:
         """Static pixels and grids of one budget."""
+        budget = (token_budget, max_batch_size, max_frames_per_batch, device)
         if self.vitgraph is None:
             return super().prepare_encoder_cudagraph_capture_inputs(
-                token_budget,
-                max_batch_size,
-                max_frames_per_batch,
-                device,
-                dtype,
-                *path_and_axes,
-                **keywords,
+                *budget, dtype, *path_and_axes, **keywords
             )
-        return self.vitgraph.shape.capture_inputs(
-            *self.vitgraph.capture_buffers(
-                token_budget, max_batch_size, max_frames_per_batch, device
-            )
-        )
+        return self.vitgraph.shape.capture_inputs(*self.vitgraph.capture_buffers(*budget))
 
     def prepare_encoder_cudagraph_replay_buffers(
         self,
