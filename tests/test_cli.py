@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from vitgraph.bench.exactness import relative_error
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.encoder.embeddings import split_embeddings
-from vitgraph.graphs.cli import main as command_line
 from vitgraph.graphs.cli.main import main
 from vitgraph.graphs.media import MediaLoader
 
@@ -68,8 +67,7 @@ def test_encode_writes_what_the_encoder_gives(tmp_path, capsys) -> None:
     assert "4 items packed (no graph on a CPU), 0 run eagerly" in printed
 
 
-def test_encode_reports_each_item(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(command_line.console, "width", 200)
+def test_encode_reports_each_item(capsys) -> None:
     config = '{"cudagraph_mm_encoder": true, "encoder_cudagraph_token_budgets": [128, 200]}'
     files = [CAT, str(PHOTOS / "coffee.jpg")]
     assert main(["encode", *files, "--compilation-config", config, *TINY]) == 0
@@ -397,6 +395,7 @@ def test_names_on_standard_input(photos) -> None:
     process = vitgraph("encode", "-", *EAGER, stdin=-1)
     printed, _ = process.communicate("\n".join(photos), timeout=120)
     assert process.returncode == 0 and "6 items run eagerly" in printed
+    assert all(f"\n{path} " in printed for path in photos), "rows in a pipe are whole"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

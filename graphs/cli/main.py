@@ -12,13 +12,12 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from rich.console import Console
-
+from vitgraph.bench.console import make_console
 from vitgraph.graphs.cli.bench_arguments import add_bench
 
 DTYPES = ("bfloat16", "float16", "float32")
-console = Console()
-errors = Console(stderr=True)
+console = make_console()
+errors = make_console(stderr=True)
 
 
 def main(argv: list[str] | None = None) -> int:
