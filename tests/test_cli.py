@@ -288,9 +288,12 @@ def test_a_broken_file_after_good_ones(name, photos, tmp_path, capsys) -> None:
     broken.write_bytes(whole)
     assert main(command) == 0
     assert sorted(load(output)) == photos
-    before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.safetensors")}
+    assert f"4 of 6 are in {output} already" in (said := capsys.readouterr().out)
+    assert f"wrote {output}\n" in said
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.*")}
     assert main(command) == 0, "nothing is left to do"
-    assert before == {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.safetensors")}
+    assert before == {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.*")}
+    assert capsys.readouterr().out == f"6 of 6 are in {output} already\n"
 
 
 def test_a_full_disk(photos, tmp_path) -> None:
