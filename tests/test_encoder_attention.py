@@ -25,7 +25,7 @@ from vitgraph.kernels.layout import Layout
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 HEADS = Heads(2, 72, torch.float32)
 FP16 = Heads(2, 72, torch.float16)
-PROVIDERS = {provider.name: provider for provider in flash.PROVIDERS}
+PACKAGES = {package.name: package for package in flash.PACKAGES}
 LENGTHS = [5, 40, 0, 12]
 SLOTS, ROWS = 6, 80
 
@@ -147,13 +147,13 @@ def install_fake(name: str, fake: FakeFlashAttention, install, version: int | No
         install("torch.nn.attention.varlen", varlen_attn=fake.positional)
 
 
-@pytest.mark.parametrize("name", PROVIDERS)
+@pytest.mark.parametrize("name", PACKAGES)
 def test_each_flash_attention_is_called_as_it_wants(name, install) -> None:
     """Views of qkv, offsets as they are, the capacity as longest length; equal to `sdpa`."""
     fake, qkv, real = FakeFlashAttention(), make_qkv(ROWS), sum(LENGTHS)
     install_fake(name, fake, install)
-    assert flash.is_installed(PROVIDERS[name].module)
-    attend = flash.build_with(PROVIDERS[name])(make_layout(LENGTHS, SLOTS, ROWS), HEADS)
+    assert flash.is_installed(PACKAGES[name].module)
+    attend = flash.build_with(PACKAGES[name])(make_layout(LENGTHS, SLOTS, ROWS), HEADS)
     out = attend(qkv)
     expected = backends.sdpa(make_layout(LENGTHS, 4, ROWS, captured=False), HEADS)(qkv)
     assert out.shape == (ROWS, 144)
@@ -165,7 +165,7 @@ def test_each_flash_attention_is_called_as_it_wants(name, install) -> None:
 def test_sglang_of_before_its_kernels_moved(install) -> None:
     fake = FakeFlashAttention()
     install("sglang.jit_kernel.flash_attention", flash_attn_varlen_func=fake.positional)
-    attend = flash.build_with(PROVIDERS["sglang"])(make_layout(LENGTHS, SLOTS, ROWS), HEADS)
+    attend = flash.build_with(PACKAGES["sglang"])(make_layout(LENGTHS, SLOTS, ROWS), HEADS)
     attend(make_qkv(ROWS))
     assert fake.calls == [(ROWS, ROWS)]
 
@@ -173,7 +173,7 @@ def test_sglang_of_before_its_kernels_moved(install) -> None:
 def test_vllm_without_a_version_for_this_gpu(install) -> None:
     install_fake("vllm", FakeFlashAttention(), install, version=None)
     with pytest.raises(ImportError, match="no FlashAttention for this GPU"):
-        PROVIDERS["vllm"].load(HEADS)
+        PACKAGES["vllm"].load(HEADS)
 
 
 def test_installed_means_found(install, monkeypatch, tmp_path) -> None:
@@ -341,18 +341,18 @@ def libraries(monkeypatch):
     """Which packages are installed, and what a trial of each does."""
     trials: dict[str, Trial | Exception] = {}
 
-    def try_provider(build, heads, device) -> Trial:
+    def try_package(build, heads, device) -> Trial:
         result = trials["flashinfer" if isinstance(build, functools.partial) else build]
         if isinstance(result, Exception):
             raise result
         return result
 
-    names = {provider.module: provider.name for provider in PROVIDERS.values()}
+    names = {package.module: package.name for package in PACKAGES.values()}
     names |= {"flashinfer": "flashinfer", "cudnn": "flashinfer"}
     for module in (flash, flashinfer):
         monkeypatch.setattr(module, "is_installed", lambda module: names[module] in trials)
-        monkeypatch.setattr(module, "try_out", try_provider)
-    monkeypatch.setattr(flash, "build_with", lambda provider: provider.name)
+        monkeypatch.setattr(module, "try_out", try_package)
+    monkeypatch.setattr(flash, "build_with", lambda package: package.name)
     caches = flash.probe, flashinfer.serving
     for cache in caches:
         cache.cache_clear()
@@ -368,14 +368,14 @@ SERVES, NEEDS_GUARD = Trial(False), Trial(True)
 def test_the_first_that_serves_is_taken(libraries) -> None:
     libraries.update({"torch": SERVES, "fa3-fwd": NEEDS_GUARD, "vllm": RuntimeError("no\nimage")})
     chosen = backends.capability("flash_attn", BF16, CUDA)
-    assert (chosen.ok, chosen.provider, chosen.guard, chosen.isolates) == (
+    assert (chosen.ok, chosen.package, chosen.guard, chosen.isolates) == (
         True,
         "fa3-fwd",
         True,
         True,
     )
     assert chosen.reason == GUARDED
-    reasons = {one.provider: one.reason for one in backends.capabilities(BF16, CUDA)}
+    reasons = {one.package: one.reason for one in backends.capabilities(BF16, CUDA)}
     assert reasons["vllm"] == "RuntimeError: no"
     assert reasons["flash-attn"] == reasons["flash-attn-4"] == "not installed"
     assert reasons["flashinfer-python"] == "flashinfer-python is not installed"
@@ -390,9 +390,9 @@ def test_one_that_leaks_behind_the_guard_says_so(libraries) -> None:
 
 def test_a_library_is_tried_once(libraries) -> None:
     libraries["torch"] = SERVES
-    assert backends.capability("flash_attn", BF16, CUDA).provider == "torch"
+    assert backends.capability("flash_attn", BF16, CUDA).package == "torch"
     libraries["torch"] = RuntimeError("a second trial")
-    assert backends.capability("flash_attn", BF16, CUDA).provider == "torch"
+    assert backends.capability("flash_attn", BF16, CUDA).package == "torch"
 
 
 def test_asking_for_what_cannot_serve_says_why(libraries) -> None:

@@ -80,7 +80,7 @@ def test_a_still_video_is_its_image_repeated(loader, tmp_path) -> None:
     assert torch.equal(video.pixel_values, image.pixel_values.repeat(2, 1))
 
 
-def test_two_frames_share_a_temporal_patch(loader, tmp_path) -> None:
+def test_two_video_frames_make_one_of_the_grid(loader, tmp_path) -> None:
     folder = frames(tmp_path / "moving", 3, (256, 256))
     video = loader.video(folder)
     assert video.grid == (2, 16, 16)
@@ -112,13 +112,13 @@ def brighter(count: int, size=(128, 96)) -> list[np.ndarray]:
 
 
 def rising(media: Media) -> bool:
-    """Whether each temporal patch is brighter than the one before."""
+    """Whether each frame of the grid is brighter than the one before."""
     return bool((media.pixel_values.view(media.grid[0], -1).mean(1).diff() > 0.1).all())
 
 
 def test_video_file(loader, tmp_path) -> None:
     media = loader.load(write_video(tmp_path / "clip.mp4", brighter(32)))
-    # 32 frames at 8 a second are 4 seconds: 8 frames, 4 temporal patches.
+    # 32 frames at 8 a second are 4 seconds: 8 video frames, 4 of the grid.
     assert media.grid == (4, 6, 8)
     assert rising(media), "frames must keep their order"
     taken = np.linspace(0, 31, 8).round() / 8

@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False, parents=[tower])
     common.add_argument("--attention", default="auto", help="attention backend (default: auto)")
     common.add_argument(
-        "--max-pixels", type=int, default=None, help="largest area of an image or frame"
+        "--max-pixels", type=int, default=None, help="largest area of an image or a video frame"
     )
 
     encode = commands.add_parser("encode", parents=[common], help="encode images and videos")
@@ -166,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
         help="blocks that stay in that dtype, one variant each (default: 0)",
     )
     fidelity.add_argument(
-        "--max-pixels", type=int, default=None, help="largest area of an image or frame"
+        "--max-pixels", type=int, default=None, help="largest area of an image or a video frame"
     )
     fidelity.add_argument(
         "--at-least",
