@@ -16,7 +16,7 @@ from vitgraph.kernels.layout import Layout
 
 CPU = torch.device("cpu")
 HEADS = Heads(2, 72, torch.float32)
-FP16 = Heads(2, 72, torch.float16)
+FP16 = Heads(1, 72, torch.float16)
 PACKAGES = {package.name: package for package in flash.PACKAGES}
 LENGTHS = [5, 40, 0, 12]
 SLOTS, ROWS = 6, 80
