@@ -80,9 +80,9 @@ def theirs(name: str, lengths: list[int], rows: int = 0, slots: int = 0) -> Atte
     if name == "flashinfer":
         answer, build = flashinfer.serving(HEADS, device)
     else:
-        provider = next(one for one in flash.PROVIDERS if one.name == name)
-        answer = flash.probe(provider, HEADS, device)
-        build = flash.build_with(provider)
+        package = next(one for one in flash.PACKAGES if one.name == name)
+        answer = flash.probe(package, HEADS, device)
+        build = flash.build_with(package)
     if not answer.ok:
         pytest.skip(f"{name}: {answer.reason}")
     layout = make_layout(lengths, rows or sum(lengths), slots or len(lengths), rows or max(lengths))

@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from vitgraph.bench.console import make_console
 from vitgraph.bench.outputs import output_file
 from vitgraph.bench.report import header
 
@@ -95,7 +95,7 @@ def main() -> int:
     if len(args.ptxas) < 2 or not all("=" in one for one in args.ptxas):
         parser.error("two or more NAME=PATH of ptxas")
     named = [one.split("=", 1) for one in args.ptxas]
-    console = Console(width=140)
+    console = make_console()
     with ThreadPoolExecutor() as pool, console.status("assembling and running"):
         found = pool.map(lambda one: run(Path(one[1]), args.rounds), named)
         results = {name: result for (name, _), result in zip(named, found, strict=True)}

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from vitgraph.bench.console import make_console
 from vitgraph.bench.report import header, title_of
 
 MIN_LAUNCHES = 10  # a graph; more when there are more buffers
@@ -243,7 +243,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     saved = config.stash[_before]
     before = {row["name"]: row["median_us"] for row in saved["rows"]}
     summaries = config.stash[_summaries]
-    Console(width=160).print(_table(rows, about, before), *(table for table, _ in summaries))
+    make_console().print(_table(rows, about, before), *(table for table, _ in summaries))
     if before:
         origin = ORIGIN.format(**saved)
         terminalreporter.write_line(f"change against {saved['path']}: {origin}")

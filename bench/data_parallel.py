@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 
+from vitgraph.bench.console import make_console
 from vitgraph.bench.exactness import relative_error
 from vitgraph.bench.options import require
 from vitgraph.bench.outputs import output_file
@@ -83,7 +83,7 @@ def main() -> None:
         rows[name] = {"one_ms": 1e3 * one, "all_ms": 1e3 * many, "speedup": one / many}
         view.add_row(name, f"{1e3 * one:.2f}", f"{1e3 * many:.2f}", f"{one / many:.2f}")
     if dist.get_rank() == 0:
-        Console(width=100).print(view)
+        make_console().print(view)
         if args.save:
             result = header(device) | {"ranks": parallel.world, "geometry": args.geometry}
             result["batches"] = rows

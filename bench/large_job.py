@@ -22,9 +22,9 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from rich.console import Console
 from rich.table import Table
 
+from vitgraph.bench.console import make_console
 from vitgraph.bench.outputs import output_file
 from vitgraph.bench.report import header
 
@@ -50,10 +50,9 @@ def make_image(path: Path, size: tuple[int, int]) -> None:
 
 
 def start(images: Path, output: Path, options: list[str]) -> subprocess.Popen:
-    """`vitgraph encode`, in an environment without colours or line breaks."""
+    """`vitgraph encode`, its output a pipe."""
     command = [sys.executable, "-m", "vitgraph", "encode", str(images), "--output", str(output)]
-    environment = os.environ | {"COLUMNS": "500"}
-    return subprocess.Popen([*command, *options], stdout=-1, text=True, env=environment)
+    return subprocess.Popen([*command, *options], stdout=-1, text=True)
 
 
 def measure(images: Path, output: Path, options: list[str]) -> dict:
@@ -102,7 +101,7 @@ def main() -> int:
     parser.add_argument("--shard-size", default="256")
     parser.add_argument("--save", type=output_file, default=None)
     args = parser.parse_args()
-    console, runs = Console(), []
+    console, runs = make_console(), []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with console.status("making images"):

@@ -12,9 +12,9 @@ import json
 import statistics
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from vitgraph.bench.console import make_console
 from vitgraph.bench.options import checked_geometry, require
 from vitgraph.bench.outputs import output_file
 from vitgraph.bench.report import header
@@ -107,7 +107,7 @@ def main() -> None:
         view.add_row(name, *numbers)
         if args.save:
             args.save.write_text(json.dumps(result, indent=1) + "\n")
-    console = Console(width=120)
+    console = make_console()
     console.print(view)
     for system in systems:
         console.print(f"capture, {system.name}: {system.capture_s:.1f} s")

@@ -19,6 +19,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from vitgraph.bench.console import make_console
 from vitgraph.bench.options import require
 from vitgraph.bench.outputs import output_file
 from vitgraph.bench.report import header
@@ -140,7 +141,6 @@ def number(text: str) -> float:
 
 def show(result: dict) -> None:
     """One row a case and library."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title="attention under ncu", box=None, title_justify="left")
@@ -155,7 +155,7 @@ def show(result: dict) -> None:
             cells += [f"{row[heading]:.0f}" for heading in COLUMNS.values()]
             stalls = ", ".join(f"{name} {value:.1f}" for name, value in row["stalls"].items())
             table.add_row(case, library, *cells, stalls)
-    Console(width=170).print(table)
+    make_console().print(table)
 
 
 if __name__ == "__main__":

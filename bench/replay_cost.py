@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from vitgraph.bench.console import make_console
 from vitgraph.bench.families import build
 from vitgraph.bench.options import require
 from vitgraph.bench.outputs import output_file
@@ -155,7 +155,7 @@ def main() -> None:
             for budget, plan in roomy.model.plans.items()
         },
     }
-    console = Console(width=120)
+    console = make_console()
     console.print(view)
     console.print(f"51 % fill over 100 %: {result['fill_ratio']:.3f}")
     for name, host in hosts.items():

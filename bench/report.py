@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MODULES = ("torch", "triton", "transformers", "vllm", "sglang", "flashinfer")
-WIDTH = 180  # of tables that are not printed on a terminal
 
 
 def header(device: torch.device | None = None) -> dict[str, str]:
@@ -105,8 +104,6 @@ class Sheet:
             view.add_column(name, justify="right" if index else "left", no_wrap=not index)
         for row in self.rows:
             view.add_row(*row)
-        if not console.is_terminal:  # a file has no width
-            console = Console(file=console.file, width=WIDTH)
         console.print(view)
 
     def markdown(self) -> str:

@@ -25,6 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from vitgraph.bench.console import make_console
 from vitgraph.bench.options import require
 from vitgraph.bench.sglang_inside import SPEC, install
 from vitgraph.bench.vllm_engine import EMBEDDING_TOLERANCE, compare_prompt
@@ -266,10 +267,9 @@ def problems_of_requests(ours: dict) -> list[str]:
 
 def print_result(result: dict) -> None:
     """A table of times, then what was compared."""
-    from rich.console import Console
     from rich.table import Table
 
-    console, engines = Console(width=170), result["engines"]
+    console, engines = make_console(), result["engines"]
     view = Table(title="encoder, ms", box=None, title_justify="left")
     view.add_column("", no_wrap=True)
     rows = {

@@ -23,10 +23,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from vitgraph.bench.console import make_console
 from vitgraph.bench.exactness import relative_error
 from vitgraph.bench.outputs import output_file
 from vitgraph.bench.report import header
@@ -108,7 +108,7 @@ def main() -> int:
     wrong: list[str] = []
     torch.cuda.empty_cache()
     memories: dict[int | str, dict[str, int]] = {0: memory(device)}
-    done, checked, lock, console = 0, 0, threading.Lock(), Console()
+    done, checked, lock, console = 0, 0, threading.Lock(), make_console()
     interrupted = threading.Event()
 
     def serve(worker: int, progress: Progress, task: int) -> None:

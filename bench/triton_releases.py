@@ -19,9 +19,9 @@ import time
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from vitgraph.bench.console import make_console
 from vitgraph.bench.families import build
 from vitgraph.bench.options import checked_geometry
 from vitgraph.bench.outputs import output_file
@@ -137,7 +137,7 @@ def main() -> int:
         result["releases"][release.name]["quartiles_ms"] = release.summary()
     if args.save:
         args.save.write_text(json.dumps(result, indent=1) + "\n")
-    Console(width=140).print(table(result))
+    make_console().print(table(result))
     return 0
 
 

@@ -26,6 +26,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
+from vitgraph.bench.console import make_console
 from vitgraph.bench.options import require
 from vitgraph.bench.outputs import output_file
 from vitgraph.bench.report import header
@@ -241,7 +242,7 @@ def main() -> None:
         compiled = compile_all(pool, partial(compile_one, arch), "compiling", configs, bar)
         chosen = right(list(dict.fromkeys([*own, *fitting(compiled)])), bar)
         times, left_out = time_all(args.cases, chosen, deadline, bar)
-    console = Console(width=140)
+    console = make_console()
     print_best(console, times, gpu.name)
     if args.all:
         print_all(console, times)

@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
+from vitgraph.bench.console import make_console
 from vitgraph.bench.exactness import relative_error
 from vitgraph.bench.options import require
 from vitgraph.bench.outputs import output_file
@@ -178,7 +178,7 @@ def main() -> None:
                     | {"large": named(config.large), "small": named(config.small)}
                     for config, us in times.items()
                 ]
-    console = Console(width=120)
+    console = make_console()
     console.print(table)
     for what in left_out:
         console.print(f"left out: {what} (no time left of {args.seconds:g} s)")

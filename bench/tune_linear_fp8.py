@@ -13,9 +13,9 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from rich.table import Table
 
+from vitgraph.bench.console import make_console
 from vitgraph.bench.exactness import relative_error
 from vitgraph.bench.options import require
 from vitgraph.bench.outputs import output_file
@@ -149,7 +149,7 @@ def main() -> None:
     gpu = torch.cuda.get_device_name()
     table = Table("layer", "rows", "us", "TFLOP/s", "tiles", title=gpu, box=None)
     results = [one for n in args.layers for rows in args.rows for one in time_all(n, rows, table)]
-    Console(width=120).print(table)
+    make_console().print(table)
     if args.save:
         args.save.write_text(json.dumps(header() | {"results": results}, indent=1) + "\n")
 

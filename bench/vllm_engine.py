@@ -32,6 +32,7 @@ import sys
 import time
 from pathlib import Path
 
+from vitgraph.bench.console import make_console
 from vitgraph.bench.vllm_inside import measure_engine
 from vitgraph.bench.vllm_lanes import TOWERS, run_lanes
 from vitgraph.bench.vllm_script import parse_arguments, work_folder
@@ -257,10 +258,9 @@ def problems(pair: dict, ours: dict, theirs: dict) -> list[str]:
 
 def print_result(result: dict) -> None:
     """A table of times, then a line a comparison."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=170)
+    console = make_console()
     engines = result["engines"]
     names = list(dict.fromkeys(w for o in engines.values() for w in o.get("milliseconds", {})))
     view = Table(title="encoder, ms", box=None, title_justify="left")

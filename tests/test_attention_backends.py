@@ -1,4 +1,4 @@
-"""Attention backends on a GPU: every provider that is installed is exact, follows the offsets in a
+"""Attention backends on a GPU: every package that is installed is exact, follows the offsets in a
 captured graph, and survives what KNOWN_FAILURES lists."""
 
 import copy
@@ -20,8 +20,8 @@ from vitgraph.kernels.layout import Layout
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
-PROVIDERS = {provider.name: provider for provider in flash.PROVIDERS}
-INSTALLED = ["triton", *(f"flash_attn/{name}" for name in PROVIDERS), "flashinfer", "sdpa"]
+PACKAGES = {package.name: package for package in flash.PACKAGES}
+INSTALLED = ["triton", *(f"flash_attn/{name}" for name in PACKAGES), "flashinfer", "sdpa"]
 GPU_LENGTHS = {
     "4": [4],
     "8": [8],
@@ -37,14 +37,14 @@ GPU_LENGTHS = {
 
 @pytest.fixture
 def serving():
-    """`serving(name, dtype, count)` is (capability, build) of one provider, or skips."""
+    """`serving(name, dtype, count)` is (capability, build) of one package, or skips."""
 
     def find(name: str, dtype: torch.dtype, count: int = 4):
         heads = Heads(count, 72, dtype)
-        backend, _, provider = name.partition("/")
-        if provider:
-            answer = flash.probe(PROVIDERS[provider], heads, CUDA)
-            build = flash.build_with(PROVIDERS[provider])
+        backend, _, package = name.partition("/")
+        if package:
+            answer = flash.probe(PACKAGES[package], heads, CUDA)
+            build = flash.build_with(PACKAGES[package])
             build = guarded(build) if answer.guard else build
         else:
             answer = backends.capability(backend, heads, CUDA)

@@ -17,7 +17,7 @@ from vitgraph.kernels import launch
 
 
 def test_attention_table(monkeypatch) -> None:
-    """Backend, provider, dtypes that work here, and why the others do not."""
+    """Backend, package, dtypes that work here, and why the others do not."""
 
     def capabilities(heads, device):
         half = heads.dtype != torch.float32

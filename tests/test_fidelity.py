@@ -66,7 +66,13 @@ def test_fp8_beside_the_first_dtype(tmp_path, capsys) -> None:
     )  # fmt: skip
     assert errors.keys() == {bf16, every, last, fp16}
     assert errors[fp16] < errors[bf16] < errors[last] < errors[every] < 0.1
-    assert "bfloat16 fp8-skip3 sdpa" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "FP8 beside bfloat16 only, not beside float16\n" in said
+    printed = [line.split() for line in said.splitlines()]
+    for row in rows:  # of the one item, so that it is the worst and the mean
+        cosine, token = (f"{row[name]:.6f}" for name in ("cosine", "worst_token"))
+        cells = row["variant"], row["part"], f"{row['error']:.2e}", cosine, cosine, token, "cat.jpg"
+        assert " ".join(cells).split() in printed, "cut"
 
 
 def test_an_item_below_the_bound_is_named_and_the_status_tells(capsys, monkeypatch) -> None:

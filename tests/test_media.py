@@ -80,7 +80,7 @@ def test_a_still_video_is_its_image_repeated(loader, tmp_path) -> None:
     assert torch.equal(video.pixel_values, image.pixel_values.repeat(2, 1))
 
 
-def test_two_frames_share_a_temporal_patch(loader, tmp_path) -> None:
+def test_two_video_frames_make_one_of_the_grid(loader, tmp_path) -> None:
     folder = frames(tmp_path / "moving", 3, (256, 256))
     video = loader.video(folder)
     assert video.grid == (2, 16, 16)
@@ -112,13 +112,13 @@ def brighter(count: int, size=(128, 96)) -> list[np.ndarray]:
 
 
 def rising(media: Media) -> bool:
-    """Whether each temporal patch is brighter than the one before."""
+    """Whether each frame of the grid is brighter than the one before."""
     return bool((media.pixel_values.view(media.grid[0], -1).mean(1).diff() > 0.1).all())
 
 
 def test_video_file(loader, tmp_path) -> None:
     media = loader.load(write_video(tmp_path / "clip.mp4", brighter(32)))
-    # 32 frames at 8 a second are 4 seconds: 8 frames, 4 temporal patches.
+    # 32 frames at 8 a second are 4 seconds: 8 video frames, 4 of the grid.
     assert media.grid == (4, 6, 8)
     assert rising(media), "frames must keep their order"
     taken = np.linspace(0, 31, 8).round() / 8
@@ -214,15 +214,15 @@ def test_settings_of_the_video_processor_reach_the_frames(tmp_path) -> None:
 
 
 def test_memory_does_not_grow_with_the_video(tmp_path) -> None:
-    """400 frames of 640x480 are 369 MB, their patches 13 MB."""
-    path = write_video(tmp_path / "long.mp4", brighter(400, (640, 480)), rate=30)
+    """200 frames of 640x480 are 184 MB, their patches 6 MB."""
+    path = write_video(tmp_path / "long.mp4", brighter(200, (640, 480)), rate=30)
     code = (
         "import resource, sys; from pathlib import Path; import av; "
         "from vitgraph.graphs.media.loader import MediaLoader; "
         "load = MediaLoader(max_pixels=4096, video={'do_sample_frames': False}).load; "
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
         "load(Path(sys.argv[2])); before = peak(); "
-        "assert load(Path(sys.argv[1])).grid[0] == 200; print(peak() - before)"
+        "assert load(Path(sys.argv[1])).grid[0] == 100; print(peak() - before)"
     )
     short = write_video(tmp_path / "short.mp4", brighter(8, (640, 480)), rate=30)
     command = [sys.executable, "-c", code, str(path), str(short)]

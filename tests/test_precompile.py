@@ -5,6 +5,7 @@ there.
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,12 @@ def precompile(cache, *arguments: str) -> subprocess.CompletedProcess:
         capture_output=True,
         text=True,
     )
+
+
+@pytest.fixture(scope="module")
+def hopper_cache(tmp_path_factory) -> Path:
+    """One for all runs of this architecture: most of their kernels are the same."""
+    return tmp_path_factory.mktemp("hopper")
 
 
 def test_a_second_run_finds_every_kernel_of_the_8b_tower(tmp_path) -> None:
@@ -36,20 +43,20 @@ def test_a_second_run_finds_every_kernel_of_the_8b_tower(tmp_path) -> None:
     assert [file.stat().st_mtime_ns for file in binaries] == stamps
 
 
-def test_the_kernels_of_hopper_are_among_them(tmp_path) -> None:
-    run = precompile(tmp_path, "--arch", "sm_90", "--geometry", "8b", "--budgets", "64")
+def test_the_kernels_of_hopper_are_among_them(hopper_cache) -> None:
+    run = precompile(hopper_cache, "--arch", "sm_90", "--geometry", "8b", "--budgets", "64")
     assert run.returncode == 0, run.stdout + run.stderr
     for kernel in ("attention_sm90_kernel", "linear_sm90_kernel", "linear_kernel"):
         assert kernel in run.stdout
 
 
-def test_the_kernels_of_fp8_are_among_them_where_there_is_fp8(tmp_path) -> None:
+def test_the_kernels_of_fp8_are_among_them_where_there_is_fp8(hopper_cache) -> None:
     arguments = ("--geometry", "8b", "--budgets", "64", "--linear-dtype", "fp8")
-    run = precompile(tmp_path, "--arch", "sm_90", *arguments)
+    run = precompile(hopper_cache, "--arch", "sm_90", *arguments)
     assert run.returncode == 0, run.stdout + run.stderr
     for kernel in ("linear_fp8_kernel", "quantize_kernel", "layer_norm_kernel"):
         assert kernel in run.stdout
-    run = precompile(tmp_path, "--arch", "sm_86", *arguments)
+    run = precompile(hopper_cache, "--arch", "sm_86", *arguments)
     assert run.returncode == 2
     assert "--arch sm_86 has no FP8, sm_89 is the first" in " ".join(run.stderr.split())
 

@@ -9,7 +9,13 @@ import pytest
 
 # The release of constraints.txt is what all other tests run with.
 RELEASES = ("5.17.0",)
-FILES = ("test_families.py", "test_tower.py", "test_checkpoint.py", "test_config.py")
+FILES = (
+    "test_families.py",
+    "test_tower.py",
+    "test_tower_weights.py",
+    "test_checkpoint.py",
+    "test_config.py",
+)
 ASKED = os.environ.get("VITGRAPH_TRANSFORMERS_RELEASES")
 
 

@@ -106,11 +106,11 @@ def capability(name: str, heads: Heads, device: torch.device) -> Capability:
 
 
 def capabilities(heads: Heads, device: torch.device) -> list[Capability]:
-    """Every provider of every backend, for a table."""
-    providers = [flash.probe(one, heads, device) for one in flash.PROVIDERS]
+    """Every package of every backend, for a table."""
+    packages = [flash.probe(one, heads, device) for one in flash.PACKAGES]
     names = ("triton", "flashinfer", "sdpa")
     ours, cudnn, torchs = (capability(name, heads, device) for name in names)
-    return [ours, *providers, cudnn, torchs]
+    return [ours, *packages, cudnn, torchs]
 
 
 def resolve_backend(name: str, heads: Heads, device: torch.device) -> str:

@@ -29,7 +29,7 @@ Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
 
 @dataclass(frozen=True)
-class Provider:
+class Package:
     """A package with a varlen FlashAttention.
 
     Attributes:
@@ -127,27 +127,27 @@ def _positional(function: Callable[..., Any]) -> Varlen:
 
 
 # Tried in this order: what vLLM and SGLang would run, then by generation, torch's own last.
-PROVIDERS = (
-    Provider("vllm", "vllm", load_vllm),
-    Provider("sglang", "sglang", load_sglang),
-    Provider("fa3-fwd", "fa3_fwd_interface", load_fa3_fwd),
-    Provider("flash-attn-4", "flash_attn.cute", load_flash_attn_4),
-    Provider("flash-attn", "flash_attn.flash_attn_interface", load_flash_attn),
-    Provider("torch", "torch.nn.attention.varlen", load_torch),
+PACKAGES = (
+    Package("vllm", "vllm", load_vllm),
+    Package("sglang", "sglang", load_sglang),
+    Package("fa3-fwd", "fa3_fwd_interface", load_fa3_fwd),
+    Package("flash-attn-4", "flash_attn.cute", load_flash_attn_4),
+    Package("flash-attn", "flash_attn.flash_attn_interface", load_flash_attn),
+    Package("torch", "torch.nn.attention.varlen", load_torch),
 )
 
 
 @functools.cache
-def load(provider: Provider, heads: Heads) -> Varlen:
+def load(package: Package, heads: Heads) -> Varlen:
     """Once: vLLM's choice of a version is to be what it was when the encoder was built."""
-    return provider.load(heads)
+    return package.load(heads)
 
 
-def build_with(provider: Provider) -> Build:
-    """The backend on one provider."""
+def build_with(package: Package) -> Build:
+    """The backend on one package."""
 
     def build(layout: Layout, heads: Heads) -> Attend:
-        varlen, offsets, longest = load(provider, heads), layout.cu_seqlens, layout.max_seqlen
+        varlen, offsets, longest = load(package, heads), layout.cu_seqlens, layout.max_seqlen
 
         def attend(qkv: Tensor) -> Tensor:
             q, k, v = qkv.unbind(1)
@@ -159,40 +159,40 @@ def build_with(provider: Provider) -> Build:
 
 
 @functools.cache
-def probe(provider: Provider, heads: Heads, device: torch.device) -> Capability:
-    """Whether a provider serves; tried out once."""
-    answer = functools.partial(Capability, "flash_attn", provider.name)
+def probe(package: Package, heads: Heads, device: torch.device) -> Capability:
+    """Whether a package serves; tried out once."""
+    answer = functools.partial(Capability, "flash_attn", package.name)
     if reason := what_is_lacking(heads, device):
         return answer(False, reason)
-    if not is_installed(provider.module):
+    if not is_installed(package.module):
         return answer(False, "not installed")
     try:
-        trial = try_out(build_with(provider), heads, device)
+        trial = try_out(build_with(package), heads, device)
     except torch.OutOfMemoryError:
-        raise  # says nothing of the provider, and must not be remembered
+        raise  # says nothing of the package, and must not be remembered
     except Exception as error:
         return answer(False, describe(error))
     return answer(True, "; ".join(trial.remarks), **trial.fields())
 
 
 def capability(heads: Heads, device: torch.device) -> Capability:
-    """The first provider that serves, or why none does."""
+    """The first package that serves, or why none does."""
     tried = []
-    for provider in PROVIDERS:
-        tried.append(probe(provider, heads, device))
+    for package in PACKAGES:
+        tried.append(probe(package, heads, device))
         if tried[-1].ok:
             return tried[-1]
     reasons = {one.reason for one in tried}
-    reason = "; ".join(f"{one.provider}: {one.reason}" for one in tried)
+    reason = "; ".join(f"{one.package}: {one.reason}" for one in tried)
     return Capability("flash_attn", "-", False, reasons.pop() if len(reasons) == 1 else reason)
 
 
 def flash_attn(layout: Layout, heads: Heads) -> Attend:
-    """Attend with the first provider that serves."""
+    """Attend with the first package that serves."""
     chosen = capability(heads, layout.cu_seqlens.device)
     if not chosen.ok:
         raise ValueError(f"attention backend 'flash_attn': {chosen.reason}")
-    build = build_with(next(p for p in PROVIDERS if p.name == chosen.provider))
+    build = build_with(next(p for p in PACKAGES if p.name == chosen.package))
     return (guarded(build) if chosen.guard else build)(layout, heads)
 
 

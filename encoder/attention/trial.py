@@ -59,7 +59,7 @@ class Capability:
 
     Attributes:
         backend: "triton", "flash_attn", "flashinfer" or "sdpa".
-        provider: the package that computes.
+        package: the package that computes.
         ok: it serves.
         reason: why it does not, or what to know about it.
         capturable: no length is read on the host.
@@ -68,7 +68,7 @@ class Capability:
     """
 
     backend: str
-    provider: str
+    package: str
     ok: bool
     reason: str = ""
     capturable: bool = True

@@ -81,7 +81,7 @@ def _compare(
 
 
 def _clip(folder: Path) -> Path:
-    """Eight frames that pan over a photograph."""
+    """Eight video frames that pan over a photograph."""
     folder.mkdir()
     with Image.open(PHOTOS / "coffee.jpg") as photo:
         for frame in range(8):

@@ -44,7 +44,7 @@ def doctor(console: Console) -> int:
     """Print what was found; the exit status is always 0."""
     _section(console, "devices", ("device", "what", "kernels"), devices)
     title = f"attention, heads of {HEAD_DIM}"
-    _section(console, title, ("backend", "provider", "works here", "remarks"), attention)
+    _section(console, title, ("backend", "package", "works here", "remarks"), attention)
     console.print(f"Hopper tier: {attempt(hopper)}", highlight=False, markup=False)
     console.print(f"graphs: {attempt(graphs)}", "", sep="\n", highlight=False, markup=False)
     _section(console, "vLLM", (), vllm)
@@ -138,7 +138,7 @@ def graphs() -> str:
 
 
 def attention() -> Rows:
-    """Providers of each attention backend: the dtypes they serve here, or why none."""
+    """Packages of each attention backend: the dtypes they serve here, or why none."""
     import torch
 
     from vitgraph.encoder.attention.backends import DTYPES, capabilities
@@ -148,11 +148,11 @@ def attention() -> Rows:
     names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
     by_dtype = [capabilities(Heads(NUM_HEADS, HEAD_DIM, dtype), device) for dtype in DTYPES]
     for answers in zip(*by_dtype, strict=True):
-        yield answers[0].backend, answers[0].provider, *_serves(answers, names)
+        yield answers[0].backend, answers[0].package, *_serves(answers, names)
 
 
 def _serves(answers: Sequence["Capability"], names: Sequence[str]) -> tuple[str, str]:
-    """What one provider answers for each dtype: those it serves, and a remark or the reasons."""
+    """What one package answers for each dtype: those it serves, and a remark or the reasons."""
     served = [name for answer, name in zip(answers, names, strict=True) if answer.ok]
     remarks = dict.fromkeys(a.reason for a in answers if a.ok == bool(served) and a.reason)
     if served:

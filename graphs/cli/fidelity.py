@@ -65,6 +65,8 @@ def fidelity(args: argparse.Namespace, console: Console, errors: Console) -> int
             check_output("--save", args.save.with_suffix(suffix), found.files)
     loader = MediaLoader(args.model, args.max_pixels)
     truth, variants = _encoders(args, console)
+    if "fp8" in args.linear_dtypes and (others := args.dtypes[1:]):
+        console.print(f"FP8 beside {args.dtypes[0]} only, not beside {', '.join(others)}")
     if not args.model:
         console.print("random weights prove little about those of a checkpoint", style="yellow")
     levels = len(truth.config.deepstack_visual_indexes)

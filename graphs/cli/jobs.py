@@ -58,7 +58,8 @@ def encode_files(args: argparse.Namespace, console: Console, errors: Console) ->
             args.output, made, files, overwrite=args.overwrite, shard_bytes=size
         )
         if writer.done:
-            console.print(f"{len(writer.done)} of {len(files)} are in {args.output}", markup=False)
+            kept = f"{len(writer.done)} of {len(files)} are in {args.output} already"
+            console.print(kept, markup=False)
             files = {name: path for name, path in files.items() if name not in writer.done}
     job = Job(args, loader, writer, files, console, errors)
     try:

@@ -12,14 +12,13 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from rich.console import Console
-
+from vitgraph.bench.console import make_console
 from vitgraph.graphs.cli.bench_arguments import add_bench
 from vitgraph.graphs.cli.encode_arguments import add_encode
 
 DTYPES = ("bfloat16", "float16", "float32")
-console = Console()
-errors = Console(stderr=True)
+console = make_console()
+errors = make_console(stderr=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False, parents=[tower])
     common.add_argument("--attention", default="auto", help="attention backend (default: auto)")
     common.add_argument(
-        "--max-pixels", type=int, default=None, help="largest area of an image or frame"
+        "--max-pixels", type=int, default=None, help="largest area of an image or a video frame"
     )
     common.add_argument(
         "--linear-dtype",
@@ -120,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         help="blocks that stay in that dtype, one variant each (default: 0)",
     )
     fidelity.add_argument(
-        "--max-pixels", type=int, default=None, help="largest area of an image or frame"
+        "--max-pixels", type=int, default=None, help="largest area of an image or a video frame"
     )
     fidelity.add_argument(
         "--at-least",

@@ -97,7 +97,7 @@ class EmbeddingWriter:
             self._flush()
 
     def close(self) -> Path | None:
-        """Write the rest, then the index or the one file; None where there is nothing.
+        """Write the rest, then the index or the one file; None where nothing is new.
 
         Raises:
             ValueError: as `add`.
@@ -108,8 +108,8 @@ class EmbeddingWriter:
             self._wait()
             if not self.done:
                 return None
-            self._merge() if self.single else self._write_index()
-            return self.path
+            new = self._merge() if self.single else self._write_index()
+            return self.path if new else None
         except (OSError, SafetensorError) as error:
             raise self._refused(error) from None
         finally:
@@ -165,18 +165,25 @@ class EmbeddingWriter:
         folder.mkdir(exist_ok=True)
         return folder / name
 
-    def _write_index(self) -> None:
+    def _write_index(self) -> bool:
+        """False where it is there, and as it should be."""
         items = {name: {"shard": self._shard_of[name]} | facts for name, facts in self.done.items()}
+        content = {"settings": self.settings, "items": items}
+        text = json.dumps(content, indent=1, sort_keys=True).encode() + b"\n"
+        index = self.folder / INDEX
+        if index.exists() and index.read_bytes() == text:
+            return False
         partial = self._unfinished(INDEX)
-        index = {"settings": self.settings, "items": items}
-        partial.write_text(json.dumps(index, indent=1) + "\n")
-        os.replace(partial, self.folder / INDEX)
+        partial.write_bytes(text)
+        os.replace(partial, index)
         partial.parent.rmdir()
+        return True
 
-    def _merge(self) -> None:
-        """One file of the shards, and of the file itself where this run goes on from it."""
+    def _merge(self) -> bool:
+        """One file of the shards, and of the file itself where this run goes on from it; False
+        where there are none."""
         if not (shards := self._shards()):
-            return
+            return False
         earlier = [self.path] if self.path.name in self._shard_of.values() else []
         tensors: dict[str, Tensor] = {}
         for file in (*earlier, *shards):
@@ -186,6 +193,7 @@ class EmbeddingWriter:
         for file in shards:
             file.unlink()
         self.folder.rmdir()
+        return True
 
     def _shards(self) -> list[Path]:
         return sorted(self.folder.glob("[0-9]*.safetensors"))

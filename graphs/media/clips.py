@@ -1,4 +1,4 @@
-"""Moving pictures, one frame in memory at a time: video files, animations, folders of frames."""
+"""Video frames of files, animations and folders, one in memory at a time."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ Frames = Iterator[np.ndarray]
 
 @dataclass(frozen=True)
 class Clip:
-    """Frames that are there to be sampled.
+    """Video frames that are there to be sampled.
 
     Attributes:
         total: how many.

@@ -1,7 +1,7 @@
 """Image and video files to patches and grids, as transformers' Qwen3-VL processors make them.
 
 A video is decoded, sampled, turned and resized frame by frame: what it takes in memory is its
-patches and one frame.
+patches and one video frame.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ MIN_PIXELS = 32 * 32  # one token
 class Media:
     """One item, ready to encode: its name, modality ("image" or "video"), patches and grid.
 
-    `timestamps` are a video's, in seconds, one a temporal patch (grid[0] of them), as the text
+    `timestamps` are a video's, in seconds, one a frame of the grid (grid[0] of them), as the text
     prompt names them; empty for an image.
     """
 
@@ -51,7 +51,7 @@ class MediaLoader:
 
     Args:
         model: checkpoint whose processor settings to use; Qwen3-VL's published values without.
-        max_pixels: largest area of an image or of a video's frame; None leaves the processor's.
+        max_pixels: largest area of an image or a video frame; None leaves the processor's.
         image, video: settings that replace the checkpoint's, by transformers' names: `fps`,
             `num_frames`, `max_frames`, `cap_pixels_per_frame`, `image_mean`, `size`, ...;
             `min_pixels` and `max_pixels` of a video count all its frames.
@@ -160,7 +160,7 @@ class MediaLoader:
         return Media(str(path), "video", *found, settings.timestamps(indices, rate))
 
     def _pairs(self, path: Path, clip: Clip, indices: Sequence[int]) -> tuple[Tensor, Grid] | None:
-        """Patches and grid of some frames, two to a patch, the last repeated where they are odd;
+        """Patches and grid of some video frames, two to a patch, an odd last one repeated;
         None where the clip ends before."""
         settings, last, first = self.video_settings, len(indices) - 1, None
         for place, frame in enumerate(clip.read(indices)):

@@ -36,12 +36,12 @@ def resize_in_floats(pictures: Tensor, size: tuple[int, int], mode: str) -> Tens
 
 
 def to_patches(pair: Tensor, settings: ImageSettings) -> Tensor:
-    """Two frames [2, 3, h, w] as patches [h * w / patch_size**2, 3 * 2 * patch_size**2], in
+    """Two pictures [2, 3, h, w] as patches [h * w / patch_size**2, 3 * 2 * patch_size**2], in
     spatial-merge order."""
     patch, merge = settings.patch_size, settings.merge_size
-    frames, channels, height, width = pair.shape
+    pictures, channels, height, width = pair.shape
     blocks = pair.reshape(
-        frames,
+        pictures,
         channels,
         height // settings.factor,
         merge,
@@ -50,7 +50,7 @@ def to_patches(pair: Tensor, settings: ImageSettings) -> Tensor:
         merge,
         patch,
     )
-    return blocks.permute(2, 5, 3, 6, 1, 0, 4, 7).reshape(-1, channels * frames * patch**2)
+    return blocks.permute(2, 5, 3, 6, 1, 0, 4, 7).reshape(-1, channels * pictures * patch**2)
 
 
 def normalise(patches: Tensor, settings: ImageSettings, dtype: torch.dtype) -> Tensor:

@@ -1,5 +1,5 @@
-"""What transformers' image and video processors of Qwen3-VL are told, and the sizes and frames that
-follow from it.
+"""What transformers' image and video processors of Qwen3-VL are told, and the sizes and video
+frames that follow from it.
 
 Their size rules (`smart_resize`) and defaults are used as they are installed; the per-frame cap and
 the sampling rule are `Qwen3VLVideoProcessor`'s, which itself cannot be built without torchvision.
@@ -136,7 +136,7 @@ class ImageSettings:
 
 @dataclass(frozen=True)
 class VideoSettings(ImageSettings):
-    """Settings of the video processor; min and max_pixels are of all frames together."""
+    """Settings of the video processor; min and max_pixels are of all video frames together."""
 
     fps: float | None
     num_frames: int | None
@@ -184,7 +184,7 @@ class VideoSettings(ImageSettings):
     def target(
         self, height: int, width: int, frames: int = 2, frame_pixels: int | None = None
     ) -> tuple[int, int]:
-        """Height and width of each of `frames` frames, no larger than `frame_pixels` pixels.
+        """Height and width of each of `frames` video frames, no larger than `frame_pixels` pixels.
 
         Raises:
             ValueError: as for images.
@@ -206,7 +206,7 @@ class VideoSettings(ImageSettings):
         )
 
     def sample(self, total: int, rate: float | None) -> np.ndarray:
-        """Indices of the frames to take, of `total` that come at `rate` a second."""
+        """Indices of the video frames to take, of `total` that come at `rate` a second."""
         if not self.do_sample_frames:
             return np.arange(total)
         if self.num_frames is not None:
@@ -219,7 +219,7 @@ class VideoSettings(ImageSettings):
         return np.linspace(0, total - 1, wanted).round().astype(int)
 
     def timestamps(self, indices: Sequence[int], rate: float | None) -> tuple[float, ...]:
-        """Seconds of each temporal patch, the middle of its first and last frame."""
+        """Seconds of each frame of the grid, the middle of its two video frames."""
         seconds = [int(index) / (rate or UNKNOWN_RATE) for index in indices]
         seconds += seconds[-1:] * (len(seconds) % 2)
         return tuple((a + b) / 2 for a, b in zip(seconds[::2], seconds[1::2], strict=True))
