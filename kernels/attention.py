@@ -28,20 +28,28 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def attention_reference(
     qkv: Tensor,  # [P, 3, H, D]
     cu_seqlens: Tensor,  # [S + 1]
+    queries: Tensor | None = None,  # [2]
 ) -> Tensor:
     """Attend inside each sequence, in the dtype of `qkv` (give it float64 for the truth). Reads the
     offsets on the host.
 
+    Args:
+        queries: the first row that attends and the end; None for all.
+
     Returns:
-        [P, H * D]; rows outside every sequence are zero.
+        [P, H * D]; rows outside every sequence, and those that do not attend, are zero.
     """
     num_patches, _, num_heads, head_dim = qkv.shape
     out = qkv.new_zeros(num_patches, num_heads, head_dim)
-    offsets = cu_seqlens.tolist()
-    for start, end in itertools.pairwise(offsets):
-        q, k, v = qkv[start:end].permute(1, 2, 0, 3)  # [H, L, D] each
+    first, last = (0, num_patches) if queries is None else queries.tolist()
+    for start, end in itertools.pairwise(cu_seqlens.tolist()):
+        rows = slice(max(start, first), min(end, last))
+        if rows.start >= rows.stop:
+            continue
+        q = qkv[rows, 0].transpose(0, 1)  # [H, L, D] each
+        k, v = qkv[start:end, 1:].permute(1, 2, 0, 3)
         scores = q @ k.transpose(-1, -2) / head_dim**0.5
-        out[start:end] = (torch.softmax(scores, dim=-1) @ v).transpose(0, 1)
+        out[rows] = (torch.softmax(scores, dim=-1) @ v).transpose(0, 1)
     return out.flatten(1)
 
 
@@ -159,6 +167,8 @@ def attention_kernel(
             )  # fmt: skip
 
         inverse_sum = 1.0 / row_sum
+        # To the end of the sequence, also where the queries end before: one more number would not
+        # fit the registers of an A100.
         rows = first_row + tl.arange(0, BLOCK_M)
         row_mask = rows[:, None] < end
         out_rows = out_ptr + rows.to(tl.int64)[:, None] * (HEADS * HEAD_DIM) + head * HEAD_DIM
@@ -186,7 +196,8 @@ def attention(
     Args:
         qkv: contiguous [P, 3, H, D], float16, bfloat16 or float32; D a multiple of 8 from 16.
         cu_seqlens: int32 [S + 1] on the device of `qkv`, never falling.
-        schedule: the table of `attention_schedule` for these offsets, built here if None.
+        schedule: the table of `attention_schedule` for these offsets, built here if None. Of a
+            range of queries, rows of the sequence behind its end may be written, too.
         out: where to store, contiguous [P, H * D].
 
     Raises:

@@ -5,6 +5,8 @@ sequence's first row, so that a sequence's result does not depend on where it is
 long sequences come first and programs draw from a counter, which balances mixed lengths. Where the
 last round of a launch would leave programs idle, the kernel that can do it gets that round's items
 split along their keys. Rows and sequence slots that a batch does not use never enter the table.
+Where the queries are a range of the rows (one rank's share), tiles start at the range's first row;
+keys are always the whole sequence.
 
 Legend: P patches, S sequences.
 """
@@ -44,8 +46,8 @@ class AttentionSchedule:
     Attributes:
         config: the tiling the table was built for.
         table: int32 [units, 8], the work in the order it is drawn, long sequences first; per unit:
-            first query row, first key, end of the keys, end of the sequence, head, number of the
-            part, parts of the item (1: not split), unused.
+            first query row, first key, end of the keys, end of the sequence's queries, head, number
+            of the part, parts of the item (1: not split), unused.
         state: int32 [2 + counters]; number of units, then counters, which are zero between
             launches: of units drawn (the program that draws the last one resets it), of parts done.
         partials: float32 workspace of the parts, or None where nothing is ever split.
@@ -58,16 +60,30 @@ class AttentionSchedule:
 
 
 @triton.jit
-def _lengths(cu_seqlens_ptr, sequences, num_sequences):
-    """Length of each of `sequences`, zero where there is none."""
+def _bounds(cu_seqlens_ptr, queries_ptr, sequences, num_sequences):
+    """(first row, end, first query, end of the queries) of each of `sequences`."""
     mask = sequences < num_sequences
-    starts = tl.load(cu_seqlens_ptr + sequences, mask=mask, other=0)
-    return tl.load(cu_seqlens_ptr + sequences + 1, mask=mask, other=0) - starts
+    start = tl.load(cu_seqlens_ptr + sequences, mask=mask, other=0)
+    end = tl.load(cu_seqlens_ptr + sequences + 1, mask=mask, other=0)
+    first_query = start
+    last_query = end
+    if queries_ptr is not None:
+        first_query = tl.maximum(start, tl.load(queries_ptr))
+        last_query = tl.maximum(tl.minimum(end, tl.load(queries_ptr + 1)), first_query)
+    return start, end, first_query, last_query
+
+
+@triton.jit
+def _lengths(cu_seqlens_ptr, queries_ptr, sequences, num_sequences, BLOCK_M: tl.constexpr):
+    """Keys and tiles of each of `sequences`, zero where there is no query."""
+    start, end, first, last = _bounds(cu_seqlens_ptr, queries_ptr, sequences, num_sequences)
+    return tl.where(last > first, end - start, 0), tl.cdiv(last - first, BLOCK_M)
 
 
 @triton.jit
 def _plan_split(
     cu_seqlens_ptr,
+    queries_ptr,
     num_sequences,
     HEADS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -80,15 +96,16 @@ def _plan_split(
     programs has work for all: (first item to split, how many, parts of each)."""
     longest = 0
     for base in range(0, num_sequences, BLOCK_S):
-        lengths = _lengths(cu_seqlens_ptr, base + tl.arange(0, BLOCK_S), num_sequences)
+        sequences = base + tl.arange(0, BLOCK_S)
+        lengths, _ = _lengths(cu_seqlens_ptr, queries_ptr, sequences, num_sequences, BLOCK_M)
         longest = tl.maximum(longest, tl.max(lengths))
     tiles = 0
     least = longest
     short_work = 0
     for base in range(0, num_sequences, BLOCK_S):
-        lengths = _lengths(cu_seqlens_ptr, base + tl.arange(0, BLOCK_S), num_sequences)
+        sequences = base + tl.arange(0, BLOCK_S)
+        lengths, counts = _lengths(cu_seqlens_ptr, queries_ptr, sequences, num_sequences, BLOCK_M)
         is_long = 2 * lengths > longest
-        counts = tl.cdiv(lengths, BLOCK_M)
         tiles += tl.sum(tl.where(is_long, counts, 0))
         least = tl.minimum(least, tl.min(tl.where(is_long, lengths, longest)))
         short_work += tl.sum(tl.where(is_long, 0, counts * tl.cdiv(lengths, BLOCK_N)))
@@ -111,21 +128,21 @@ def _plan_split(
 
 @triton.jit
 def _write_sequence(
-    cu_seqlens_ptr, table_ptr, state_ptr, sequence, num_sequences,
+    cu_seqlens_ptr, queries_ptr, table_ptr, state_ptr, sequence, num_sequences,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PROGRAMS: tl.constexpr,
     MAX_PARTS: tl.constexpr, COUNTERS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_U: tl.constexpr,
 ):  # fmt: skip
-    exists = sequence < num_sequences
-    start = tl.load(cu_seqlens_ptr + sequence, mask=exists, other=0)
-    end = tl.load(cu_seqlens_ptr + sequence + 1, mask=exists, other=0)
-    length = end - start
+    start, end, first_query, last_query = _bounds(
+        cu_seqlens_ptr, queries_ptr, sequence, num_sequences
+    )
+    length = tl.where(last_query > first_query, end - start, 0)
 
     first_item = 0
     num_items = 0
     for base in range(0, num_sequences, BLOCK_S):
         others = base + tl.arange(0, BLOCK_S)
-        lengths = _lengths(cu_seqlens_ptr, others, num_sequences)
-        counts = tl.cdiv(lengths, BLOCK_M) * HEADS
+        lengths, tiles = _lengths(cu_seqlens_ptr, queries_ptr, others, num_sequences, BLOCK_M)
+        counts = tiles * HEADS
         before = (lengths > length) | ((lengths == length) & (others < sequence))
         first_item += tl.sum(tl.where(before, counts, 0))
         num_items += tl.sum(counts)
@@ -134,8 +151,9 @@ def _write_sequence(
     parts = 1
     if MAX_PARTS > 0:
         first_split, num_split, parts = _plan_split(
-            cu_seqlens_ptr, num_sequences, HEADS, BLOCK_M, BLOCK_N, PROGRAMS, MAX_PARTS, BLOCK_S
-        )
+            cu_seqlens_ptr, queries_ptr, num_sequences, HEADS, BLOCK_M, BLOCK_N, PROGRAMS,
+            MAX_PARTS, BLOCK_S,
+        )  # fmt: skip
     extra = num_split * (parts - 1)
     if sequence == 0:
         tl.store(state_ptr, num_items + extra)
@@ -144,26 +162,26 @@ def _write_sequence(
             tl.store(state_ptr + 1 + counter, 0, mask=counter <= COUNTERS)
 
     # The items of a sequence go head by head: fewer keys and values are in use at a time.
-    tiles = tl.cdiv(length, BLOCK_M)
+    own_tiles = tl.cdiv(last_query - first_query, BLOCK_M)
     steps = tl.cdiv(length, BLOCK_N)
-    for base in range(0, tiles * HEADS, BLOCK_U):
+    for base in range(0, own_tiles * HEADS, BLOCK_U):
         own = base + tl.arange(0, BLOCK_U)
-        row = start + own % tiles * BLOCK_M
+        row = first_query + own % own_tiles * BLOCK_M
         split = first_item + own - first_split
         is_split = (split >= 0) & (split < num_split)
         item_parts = tl.where(is_split, parts, 1)
         unit = first_item + own
         unit += tl.where(is_split, split * (parts - 1), tl.where(split >= num_split, extra, 0))
         for part in range(0, parts):
-            mask = (own < tiles * HEADS) & (part < item_parts)
+            mask = (own < own_tiles * HEADS) & (part < item_parts)
             first_key = start + part * steps // item_parts * BLOCK_N
             last_key = tl.minimum(start + (part + 1) * steps // item_parts * BLOCK_N, end)
             unit_ptr = table_ptr + (unit + part) * 8
             tl.store(unit_ptr, row, mask=mask)
             tl.store(unit_ptr + 1, first_key, mask=mask)
             tl.store(unit_ptr + 2, last_key, mask=mask)
-            tl.store(unit_ptr + 3, tl.zeros_like(own) + end, mask=mask)
-            tl.store(unit_ptr + 4, own // tiles, mask=mask)
+            tl.store(unit_ptr + 3, tl.zeros_like(own) + last_query, mask=mask)
+            tl.store(unit_ptr + 4, own // own_tiles, mask=mask)
             tl.store(unit_ptr + 5, split * parts + part, mask=mask)
             tl.store(unit_ptr + 6, item_parts, mask=mask)
 
@@ -171,6 +189,7 @@ def _write_sequence(
 @triton.jit(do_not_specialize=["max_sequences"])
 def attention_schedule_kernel(
     cu_seqlens_ptr,  # int32 [S + 1]
+    queries_ptr,  # int32 [2] or None
     num_sequences_ptr,  # int32 [1] or None
     table_ptr,  # int32 [units, 8]
     state_ptr,  # int32 [2 + COUNTERS]
@@ -190,7 +209,7 @@ def attention_schedule_kernel(
     # Sequence 0 is looked at even where there is none: it writes how many units there are.
     for sequence in range(tl.program_id(0), tl.maximum(num_sequences, 1), tl.num_programs(0)):
         _write_sequence(
-            cu_seqlens_ptr, table_ptr, state_ptr, sequence, num_sequences,
+            cu_seqlens_ptr, queries_ptr, table_ptr, state_ptr, sequence, num_sequences,
             HEADS, BLOCK_M, BLOCK_N, PROGRAMS, MAX_PARTS, COUNTERS, BLOCK_S, BLOCK_U,
         )  # fmt: skip
 
@@ -201,6 +220,7 @@ def attention_schedule(
     num_heads: int,
     config: TileConfig,
     num_sequences: Tensor | None = None,
+    queries: Tensor | None = None,
 ) -> AttentionSchedule:
     """Build the tile table of a batch on the device.
 
@@ -208,6 +228,7 @@ def attention_schedule(
         cu_seqlens: int32 [S + 1], never falling; empty sequences are free.
         num_patches: capacity P, at least the last offset.
         num_sequences: int32 [1] on the device, sequences that are not past the last; None for S.
+        queries: int32 [2] on the device, the first row that attends and the end; None for all.
     """
     max_sequences = cu_seqlens.shape[0] - 1
     programs = num_multiprocessors(cu_seqlens.device)
@@ -220,7 +241,7 @@ def attention_schedule(
     if config.can_split:
         partials = state.new_empty(max_parts * config.block_m, 96, dtype=torch.float32)
     attention_schedule_kernel[(min(max(max_sequences, 1), 2 * programs),)](
-        cu_seqlens, num_sequences, table, state, max_sequences,
+        cu_seqlens, queries, num_sequences, table, state, max_sequences,
         HEADS=num_heads, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         PROGRAMS=programs if config.can_split else 0,  # else one binary serves all GPUs of a kind
         MAX_PARTS=max_parts, COUNTERS=counters, BLOCK_S=128, BLOCK_U=512, num_warps=4,

@@ -85,6 +85,36 @@ def test_tiles_cover_each_sequence_once_longest_first(lengths, device):
     assert longest_first == sorted(longest_first, reverse=True)
 
 
+@pytest.mark.parametrize("queries", [(0, 125), (3, 90), (75, 76), (40, 40), (100, 900)], ids=str)
+def test_only_a_range_of_the_rows_attends(queries, device, rng, assert_as_exact_as):
+    """To all keys of their sequences; nothing is written before them, or in other sequences."""
+    lengths, config = LENGTHS["mixed"], AttentionConfig(16, 32)
+    cu_seqlens, rows = offsets(lengths, device), sum(lengths)
+    qkv = random_qkv(rows, 2, 72, torch.float16, rng)
+    between = torch.tensor(queries, dtype=torch.int32, device=device)
+    schedule = attention_schedule(cu_seqlens, rows, 2, config, queries=between)
+    first, last = min(queries[0], rows), min(queries[1], rows)
+    expected = [
+        [row, start, end, min(end, last), head]
+        for start, end in itertools.pairwise(cu_seqlens.tolist())
+        for row in range(max(start, first), min(end, last), 16)
+        for head in range(2)
+    ]
+    count = schedule.state[0]
+    assert sorted(unit[:5] for unit in schedule.table[:count].tolist()) == expected
+    out = torch.full((rows, 144), float("nan"), dtype=torch.float16, device=device)
+    attention(qkv, cu_seqlens, schedule=schedule, out=out)
+    end = next(offset for offset in cu_seqlens.tolist() if offset >= last)
+    assert out[:first].isnan().all() and out[end:].isnan().all()
+    everything = truth(qkv, lengths)
+    reference = attention_reference(qkv.double(), cu_seqlens, between)
+    torch.testing.assert_close(reference[first:last], everything[first:last])
+    assert not reference[:first].any() and not reference[last:].any()
+    if last > first:
+        ours, torchs = out[first:last], sdpa(qkv, lengths)[first:last]
+        assert_as_exact_as(ours, torchs, everything[first:last])
+
+
 def test_tiles_of_more_sequences_than_a_block(device):
     lengths = [(7 * i) % 50 for i in range(129)]
     schedule = attention_schedule(

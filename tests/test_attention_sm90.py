@@ -41,10 +41,13 @@ def truth_and_sdpa(qkv: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
     [[], [0], [100], [8160], [23040], [3100], [3000, 5, 2900], [9000, 400, 400], [1024] * 9],
     ids=str,
 )
-def test_parts_cover_every_key_of_every_item_once(lengths, device):
+@pytest.mark.parametrize("queries", [None, (1500, 5003)], ids=["all", "a_range"])
+def test_parts_cover_every_key_of_every_item_once(lengths, queries, device):
     config, heads = CONFIGS["tall"], 3
     cu_seqlens = offsets(lengths, device)
-    schedule = attention_schedule(cu_seqlens, sum(lengths), heads, config)
+    between = None if queries is None else torch.tensor(queries, dtype=torch.int32, device=device)
+    first_row, last_row = queries or (0, sum(lengths))
+    schedule = attention_schedule(cu_seqlens, sum(lengths), heads, config, queries=between)
     assert not schedule.state[1:].any()
     table = schedule.table[: schedule.state[0], :7].tolist()
     seen, pieces = {}, []
@@ -54,12 +57,12 @@ def test_parts_cover_every_key_of_every_item_once(lengths, device):
             pieces.append(piece)
             assert piece % parts == len(seen[row, head]) - 1
             assert (piece + 1) * config.block_m <= schedule.partials.shape[0]
-        assert first < last <= end
+        assert first < last and row < end <= last_row
     assert pieces == list(range(len(pieces)))
     expected = {
         (row, head): (start, end)
         for start, end in itertools.pairwise(cu_seqlens.tolist())
-        for row in range(start, end, config.block_m)
+        for row in range(max(start, first_row), min(end, last_row), config.block_m)
         for head in range(heads)
     }
     assert {key: (keys[0][0], keys[-1][1]) for key, keys in seen.items()} == expected
@@ -119,3 +122,21 @@ def test_split_items_are_joined(config, lengths, device, rng, assert_as_exact_as
         out = torch.full_like(first, float("nan"))
         assert torch.equal(attention(qkv, cu_seqlens, schedule=schedule, out=out), first)
     assert not schedule.state[1:].any()
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_only_a_range_of_the_rows_attends(config, device, rng, assert_as_exact_as):
+    """To all keys of their sequences, parts of which are joined; other rows stay as they were."""
+    lengths, first, last = [300, 8160, 400], 1000, 8503
+    qkv = random_qkv(sum(lengths), 72, torch.bfloat16, rng)
+    cu_seqlens = offsets(lengths, device)
+    queries = torch.tensor([first, last], dtype=torch.int32, device=device)
+    schedule = attention_schedule(cu_seqlens, len(qkv), 16, config, queries=queries)
+    truth, theirs = truth_and_sdpa(qkv, lengths)
+    qkv[:first, 0] = qkv[last:, 0] = float("nan")  # the queries of others are never there
+    out = torch.full((len(qkv), 16 * 72), float("nan"), dtype=qkv.dtype, device=device)
+    attention(qkv, cu_seqlens, schedule=schedule, out=out)
+    assert out[:first].isnan().all() and out[last:].isnan().all()
+    assert_as_exact_as(out[first:last], theirs[first:last], truth[first:last])
