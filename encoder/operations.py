@@ -25,6 +25,12 @@ from vitgraph.kernels.rotary import (
     rotary_table,
     rotary_table_reference,
 )
+from vitgraph.kernels.share import (
+    collect_rows,
+    collect_rows_reference,
+    take_rows,
+    take_rows_reference,
+)
 
 OpsName = Literal["auto", "triton", "torch"]
 LAYERS = ("embed", "qkv", "proj", "fc1", "fc2", "merger_fc1", "merger_fc2")
@@ -71,6 +77,8 @@ class Operations:
     layer_norm_e4m3: Callable
     quantize: Callable
     linear_fp8: Callable
+    take_rows: Callable
+    collect_rows: Callable
 
 
 TORCH = Operations(
@@ -85,6 +93,8 @@ TORCH = Operations(
     layer_norm_e4m3_reference,
     quantize_reference,
     linear_fp8_reference,
+    take_rows_reference,
+    collect_rows_reference,
 )
 TRITON = Operations(
     "triton",
@@ -98,6 +108,8 @@ TRITON = Operations(
     layer_norm_e4m3,
     quantize,
     linear_fp8,
+    take_rows,
+    collect_rows,
 )
 
 

@@ -96,6 +96,7 @@ def row_kernels(
     from vitgraph.kernels.layout import layout
     from vitgraph.kernels.position_embedding import position_embedding
     from vitgraph.kernels.rotary import rotary, rotary_frequencies, rotary_table
+    from vitgraph.kernels.share import collect_rows, take_rows
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -109,6 +110,10 @@ def row_kernels(
     qkv = empty(rows, 3, HEADS, head_dim)
     rotary(qkv, table, batch.num_patches)
     isolate(qkv, batch.num_patches, 256)
+    between = torch.zeros(2, dtype=torch.int32, device=device)
+    parts, flat = empty(2, rows // 2, qkv[0].numel()), qkv.view(rows, -1)
+    collect_rows(parts, batch.num_tokens, between, flat)
+    take_rows(flat, between, parts[1])
     for width, count in ((hidden, batch.num_patches), (4 * hidden, batch.num_tokens)):
         layer_norm(empty(rows, width), empty(width), empty(width), num_rows=count)
 
@@ -171,6 +176,9 @@ def attention_of(rows: int, head_dim: int, dtype: torch.dtype, config: Any = Non
     cu_seqlens = torch.zeros(3, dtype=torch.int32)
     schedule = attention_schedule(cu_seqlens, rows, HEADS, config) if config else None
     attention(qkv, cu_seqlens, schedule=schedule)
+    if schedule is not None:  # of one rank's share
+        queries = torch.zeros(2, dtype=torch.int32)
+        attention_schedule(cu_seqlens, rows, HEADS, config, queries=queries)
 
 
 def hopper() -> None:

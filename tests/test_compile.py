@@ -109,6 +109,7 @@ def test_batch_sizes_are_not_specialised():
         "rotary_kernel": 1,
         "isolate_kernel": 1,
         "layer_norm_kernel": 2,  # patches and tokens
+        "move_rows_kernel": 2,  # to a share and from all of them
     }
 
 
