@@ -1,10 +1,10 @@
 """Throughput of `DataParallelEncoder` over the GPUs of one host, against one of them.
 
-    torchrun --nproc-per-node 2 bench/data_parallel.py [--geometry 8b] [--save FILE]
+    torchrun --nproc-per-node 2 -m vitgraph.bench.data_parallel [--geometry 8b] [--save FILE]
 
-Two batches, 20 x (1,20,20) and the mix of seven: outputs of all ranks are compared with one rank's
-before anything is timed; then the wall time to the synchronised result, alone and together. With
---device cpu it runs over gloo, to try the script.
+Outputs of all ranks are compared with one rank's before anything is timed. Then the wall time to
+the synchronised result: of one rank, of whole items shared out, of the rows of every item shared,
+and of what `DataParallelEncoder` chooses from the two. --device cpu, over gloo, tries the script.
 """
 
 import argparse
@@ -13,6 +13,8 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,9 @@ from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager
 from vitgraph.graphs.data_parallel import DataParallelEncoder
 
-BATCHES = ("20 x (1,20,20)", "mix of 7")
+# How the ranks share a batch: `split` of DataParallelEncoder.
+WAYS = {"items": False, "rows": True, "chosen": None}
+BATCHES = ("1 x (1,48,64)", "1 x (1,68,120)", "1 x (1,128,180)", "20 x (1,20,20)", "mix of 7")
 
 
 def seconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
@@ -50,6 +54,7 @@ def main() -> None:
     parser.add_argument("--geometry", choices=sorted(GEOMETRIES), default="8b")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--batches", nargs="+", choices=list(WORKLOADS), default=BATCHES)
     parser.add_argument("--save", type=output_file, default=None)
     args = parser.parse_args()
     rank, on_gpu = int(os.environ.get("LOCAL_RANK", 0)), args.device == "cuda"
@@ -66,27 +71,37 @@ def main() -> None:
         dist.broadcast(parameter, 0)
     compilation = CompilationConfig(on_gpu, BUDGETS, MAX_ITEMS)
     manager = EncoderCudaGraphManager(encoder, compilation, log_interval=0)
-    manager.capture()
-    parallel = DataParallelEncoder(manager)
-    view = Table("batch", "one rank ms", f"{parallel.world} ranks ms", "speed-up", box=None)
+    parallels = {}
+    for way, split in WAYS.items():
+        parallels[way] = DataParallelEncoder(manager, split=split)
+        parallels[way].capture()
+    ranks = dist.get_world_size()
+    view = Table("batch", "one rank ms", *(f"{way} ms" for way in WAYS), "speed-up", box=None)
     rows = {}
-    for name in BATCHES:
+    for name in args.batches:
         grids = WORKLOADS[name]
         pixels = torch.randn(sum(t * h * w for t, h, w in grids), 1536, device=device).to(dtype)
         dist.broadcast(pixels, 0)
         batch = {"pixel_values": pixels, "image_grid_thw": grids}
-        alone, together = (torch.cat(one.execute(batch)) for one in (manager, parallel))
-        error = relative_error(together, alone)
-        assert error < (3e-2 if on_gpu else 1e-5), f"rank {rank}, {name}: error {error:.1e}"
+        alone = torch.cat(manager.execute(batch))
         one = seconds(lambda batch=batch: manager.execute(batch), device, args.repeats)
-        many = seconds(lambda batch=batch: parallel.execute(batch), device, args.repeats)
-        rows[name] = {"one_ms": 1e3 * one, "all_ms": 1e3 * many, "speedup": one / many}
-        view.add_row(name, f"{1e3 * one:.2f}", f"{1e3 * many:.2f}", f"{one / many:.2f}")
+        times = {}
+        for way, parallel in parallels.items():
+            error = relative_error(torch.cat(parallel.execute(batch)), alone)
+            assert error < (3e-2 if on_gpu else 1e-5), f"rank {rank}, {name}: error {error:.1e}"
+            call = partial(parallel.execute, batch)
+            times[way] = seconds(call, device, args.repeats)
+        best = one / times["chosen"]
+        rows[name] = {"one_ms": 1e3 * one, "speedup": best}
+        rows[name] |= {f"{way}_ms": 1e3 * time for way, time in times.items()}
+        cells = (f"{1e3 * time:.2f}" for time in (one, *times.values()))
+        view.add_row(name, *cells, f"{best:.2f}")
     if dist.get_rank() == 0:
         make_console().print(view)
         if args.save:
-            result = header(device) | {"ranks": parallel.world, "geometry": args.geometry}
-            result["batches"] = rows
+            result = header(device) | {"ranks": ranks, "geometry": args.geometry}
+            rates = parallels["chosen"].rates
+            result |= {"batches": rows, "rates": rates and asdict(rates)}
             args.save.write_text(json.dumps(result, indent=1) + "\n")
     dist.destroy_process_group()
 

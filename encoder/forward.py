@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitgraph.encoder.attention.backends import BACKENDS, fixed
-from vitgraph.encoder.attention.trial import Heads
+from vitgraph.encoder.attention.trial import Attend, Heads
 from vitgraph.encoder.config import VisionConfig
 from vitgraph.encoder.modules import Block, Merger, PatchEmbed
 from vitgraph.encoder.operations import Operations, Plan
@@ -41,7 +41,14 @@ class Tower(Protocol):
         """What attention needs to know."""
 
 
-def forward(tower: Tower, pixels: Tensor, layout: Layout, out: Tensor, plan: Plan) -> Tensor:
+def forward(
+    tower: Tower,
+    pixels: Tensor,
+    layout: Layout,
+    out: Tensor,
+    plan: Plan,
+    attend: Attend | None = None,
+) -> Tensor:
     """Run the forward pass.
 
     Args:
@@ -50,12 +57,14 @@ def forward(tower: Tower, pixels: Tensor, layout: Layout, out: Tensor, plan: Pla
         out: [P / 4, output_width], written up to the real tokens: the merger's columns, then those
             of each deepstack level.
         plan: how this capacity is computed.
+        attend: attention where it is not the plan's, which knows these rows alone.
     """
     config, ops = tower.config, tower.ops
     rows, coords = layout.num_patches, layout.coords
     merged, *levels = out.split(config.out_hidden_size, dim=1)
-    build = fixed if plan.batch_invariant else BACKENDS[plan.attention]
-    attend = build(layout, tower.heads)
+    if attend is None:
+        build = fixed if plan.batch_invariant else BACKENDS[plan.attention]
+        attend = build(layout, tower.heads)
     normalization = tower.normalization if pixels.dtype == torch.uint8 else None
 
     def linear(name: str, layer: nn.Linear, x: Tensor, **options: Any) -> Tensor:

@@ -33,6 +33,7 @@ from vitgraph.encoder.inputs import (
 )
 from vitgraph.encoder.modules import VisionModules
 from vitgraph.encoder.operations import OpsName, Plan, fixed_plan, resolve_operations
+from vitgraph.encoder.sequence_parallel import SequenceParallel
 from vitgraph.encoder.sharing import config_of, why_not_shareable, why_not_transformers
 from vitgraph.encoder.structure import Structure, why_not_plain
 from vitgraph.kernels.launch import on_device
@@ -228,7 +229,9 @@ class Qwen3VLVisionEncoder(VisionModules):
         return self.plan.attention
 
     @torch.no_grad()
-    def forward(self, pixel_values: Tensor, grid_thw: Any) -> Tensor:
+    def forward(
+        self, pixel_values: Tensor, grid_thw: Any, *, parallel: SequenceParallel | None = None
+    ) -> Tensor:
         """Encode items eagerly.
 
         Args:
@@ -236,6 +239,7 @@ class Qwen3VLVisionEncoder(VisionModules):
                 item are consecutive and in spatial-merge order, as Qwen's processors write them.
                 Pinned host memory must stay as it is until the result is there.
             grid_thw: [items, 3] integers (t, h, w) in patches, in any form (list, array, tensor).
+            parallel: the ranks that compute this batch together; all of them call this.
 
         Returns:
             [tokens, (1 + levels) * out_hidden_size]: the merger's columns, then each deepstack
@@ -260,7 +264,7 @@ class Qwen3VLVisionEncoder(VisionModules):
         seqlens = grids.seqlens
         with on_device(self.device):
             layout = self.make_layout(grid_tensor, len(pixels), len(seqlens), seqlens)
-            return self.encode(pixels, layout, out)
+            return self.encode(pixels, layout, out, parallel=parallel)
 
     def check_inputs(self, pixel_values: Any, grid_thw: Any) -> tuple[Tensor, Grids]:
         """The arguments of `forward`, checked.
@@ -286,11 +290,17 @@ class Qwen3VLVisionEncoder(VisionModules):
         return self.ops.layout(grid_thw, num_patches, max_sequences, merge, seqlens)
 
     def encode(
-        self, pixels: Tensor, layout: Layout, out: Tensor, plan: Plan | None = None
+        self,
+        pixels: Tensor,
+        layout: Layout,
+        out: Tensor,
+        plan: Plan | None = None,
+        parallel: SequenceParallel | None = None,
     ) -> Tensor:
         """`vitgraph.encoder.forward`, with the encoder's own plan where none is given, in the dtype
-        of the weights: autocast does not reach it."""
+        of the weights: autocast does not reach it. With `parallel`, of all ranks together."""
+        run = forward if parallel is None else parallel.forward
         if not torch.is_autocast_enabled(self.device.type):
-            return forward(self, pixels, layout, out, plan or self.plan)
+            return run(self, pixels, layout, out, plan or self.plan)
         with torch.autocast(self.device.type, enabled=False):
-            return forward(self, pixels, layout, out, plan or self.plan)
+            return run(self, pixels, layout, out, plan or self.plan)

@@ -1,80 +1,101 @@
-"""The items of a batch spread over the ranks of a process group, weights replicated."""
+"""A batch spread over the ranks of a process group, weights replicated: by items, or by rows."""
 
 import hashlib
-import heapq
+import logging
 import threading
-from collections import Counter
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vitgraph.encoder.sequence_parallel import SequenceParallel, all_gather
+from vitgraph.graphs.assignment import Rates, assign, measure, together_pays, work
 from vitgraph.graphs.manager import EncoderCudaGraphManager
 from vitgraph.graphs.protocol import look
-from vitgraph.graphs.qwen3_vl import as_model
+from vitgraph.graphs.qwen3_vl import Qwen3VLGraphModel, as_model
 
-# Its name from torch 2.13 on; the older one warns there.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+logger = logging.getLogger(__name__)
 
 # What a rank says instead of (digest, items).
 INVALID, FAILED = (0, -1), (0, -2)
 
 
-def assign(sizes: Sequence[int], world: int) -> list[list[int]]:
-    """Indices of the items of each rank, ascending: longest first onto the least loaded rank.
-
-    Items of equal size are handed out in their order, rank by rank, so that a rank's items are
-    neighbours where they can be and their pixels need no copy.
-    """
-    if world < 1:
-        raise ValueError(f"world size {world} must be at least 1")
-    loads = [(0, rank) for rank in range(world)]
-    counts: list[Counter[int]] = [Counter() for _ in range(world)]
-    for size in sorted(sizes, reverse=True):
-        load, rank = loads[0]
-        counts[rank][size] += 1
-        heapq.heapreplace(loads, (load + max(size, 1), rank))
-    ranks: list[list[int]] = [[] for _ in range(world)]
-    first: Counter[int] = Counter()  # the first rank that may have room for a size
-    for index, size in enumerate(sizes):
-        while not counts[first[size]][size]:
-            first[size] += 1
-        counts[first[size]][size] -= 1
-        ranks[first[size]].append(index)
-    return ranks
-
-
 class DataParallelEncoder:
-    """Every rank gets the whole batch, encodes its share, and returns all outputs.
+    """Every rank gets the whole batch and returns all outputs.
+
+    Each encodes whole items of its own; where that leaves ranks idle, all encode every item
+    together, each a share of its rows (`vitgraph.encoder.sequence_parallel`).
 
     Args:
-        encoder: a captured `EncoderCudaGraphManager`, or a `Qwen3VLVisionEncoder` or any model that
+        encoder: an `EncoderCudaGraphManager`, or a `Qwen3VLVisionEncoder` or any model that
             implements `SupportsEncoderCudaGraph` and has `device` and `dtype`, which then runs
             eagerly. The weights of all ranks must be the same.
         group: the process group; the default one if None. Making a `DataParallelEncoder` is a
-            collective operation, as is `execute`.
+            collective operation, as are `capture` and `execute`.
         check: compare the batches of all ranks in each run: a few bytes over gloo, while the GPU
-            encodes. Without it, ranks that disagree hang or return nonsense.
+            encodes whole items, before it where all encode together. Without it, ranks that
+            disagree hang or return nonsense.
+        split: share the rows of every batch (True) or of none (False). None: of those for which
+            that is estimated to be faster, from what `capture` measured; of none before that.
+
+    Attributes:
+        together: what encodes a batch's rows together, a manager where `encoder` is one; None
+            where that is not possible or not wanted.
+        rates: what `capture` measured.
 
     Ranks must call `execute` in the same order; threads of a rank take turns. Without the check, a
     rank that fails in its encoder leaves the others to the timeout of the process group.
+
+    Raises:
+        ValueError: a process outside the group, or `split` for an encoder whose rows cannot be
+            shared.
     """
 
     def __init__(
-        self, encoder: Any, group: dist.ProcessGroup | None = None, check: bool = True
+        self,
+        encoder: Any,
+        group: dist.ProcessGroup | None = None,
+        check: bool = True,
+        *,
+        split: bool | None = None,
     ) -> None:
         self.encoder = as_model(encoder)
         self.model = getattr(self.encoder, "model", self.encoder)
         self.group = group
         self._calls = 0
         self._turn = threading.Lock()
+        self._out_of_step: str | None = None
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} is not in the process group")
         self.width = self.model.get_encoder_cudagraph_config().out_hidden_size
+        reason = _why_not_together(self.model)
+        if split and reason:
+            raise ValueError(f"split: {reason}")
+        self.split = split
+        self.rates: Rates | None = None
+        self.together: EncoderCudaGraphManager | Qwen3VLGraphModel | None = None
+        if self.world > 1 and split is not False and reason is None:
+            self.together = self._make_together()
+        # Its own, as soon as ranks may wait for one another inside an encoder.
         self._check_group = self._host_group() if check and self.world > 1 else None
+
+    def capture(self) -> None:
+        """Capture the graphs of whole items and those that all ranks replay together, where the
+        encoder is a manager, and measure when the latter are faster."""
+        with self._turn:
+            if isinstance(self.encoder, EncoderCudaGraphManager):
+                self.encoder.capture()
+            if self.together is None:
+                return
+            assert isinstance(self.model, Qwen3VLGraphModel)
+            if self.split is None:
+                self.rates = measure(self.model, self._parallel)
+                logger.info("data parallel: %s", self.rates)
+            if isinstance(self.together, EncoderCudaGraphManager):
+                self.together.capture()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -97,6 +118,11 @@ class DataParallelEncoder:
             return self._execute(mm_kwargs)
 
     def _execute(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
+        if self._out_of_step is not None:
+            raise RuntimeError(
+                f"data parallel: {self._out_of_step}, and the others may still wait for it: start "
+                f"the process group anew"
+            )
         model, digest = self.model, INVALID
         error: Exception | None = None
         own: Tensor | None = None
@@ -105,9 +131,10 @@ class DataParallelEncoder:
             mm_kwargs, items = look(model, mm_kwargs)
             sizes = model.get_encoder_cudagraph_per_item_input_sizes(mm_kwargs)
             tokens = [item.tokens for item in items]
-            ranks, digest = assign(sizes, self.world), FAILED
-            own = self._encode(mm_kwargs, ranks[self.rank], len(sizes))
-            digest = _digest(self._calls, self.dtype, mm_kwargs, sizes)
+            (ranks, together), digest = self._plan(mm_kwargs, sizes), FAILED
+            if not together:
+                own = self._encode(mm_kwargs, ranks[self.rank], len(sizes))
+            digest = _digest((self._calls, self.dtype, together), mm_kwargs, sizes)
         except Exception as mistake:  # the others wait for this rank: tell them first
             error = mistake
         # The encoder's work has only been launched: the GPU does not wait for this.
@@ -118,10 +145,51 @@ class DataParallelEncoder:
             raise error
         if not sizes:
             return []
+        if together:
+            return self._encode_together(mm_kwargs, digest, tokens)
         if self.world > 1:
             return self._gather(own, ranks, tokens)
         assert own is not None  # the only rank has all items
         return list(own.split(tokens))
+
+    def _plan(self, mm_kwargs: dict[str, Any], sizes: list[int]) -> tuple[list[list[int]], bool]:
+        """The items of each rank, and whether all encode them together instead."""
+        if not isinstance(self.model, Qwen3VLGraphModel):
+            return assign(sizes, self.world), False
+        grids = self.model.grids_of(mm_kwargs)
+        ranks = assign([work(self.model.config, grid) for grid in grids], self.world)
+        if self.together is None or not grids:
+            return ranks, False
+        if self.rates is None or self.split is not None:
+            return ranks, bool(self.split)
+        return ranks, together_pays(self.model, grids, ranks, self.rates)
+
+    def _encode_together(
+        self, mm_kwargs: dict[str, Any], digest: tuple[int, int], tokens: list[int]
+    ) -> list[Tensor]:
+        """The rows of all items, of which each rank computes a share.
+
+        A rank that failed before it met the others would meet them in the next batch, one layer's
+        rows for another's: then there is no next batch.
+        """
+        assert self.together is not None
+        error: Exception | None = None
+        try:
+            if isinstance(self.together, EncoderCudaGraphManager):
+                rows = self.together.encode(mm_kwargs)[0]
+            else:
+                rows = self.together.encoder_eager_forward(mm_kwargs)
+        except Exception as mistake:
+            error, digest = mistake, _failure(mistake, self._parallel.collectives)
+        every = self._exchange(digest)
+        failed = [rank for rank, (_, items) in enumerate(every) if items == FAILED[1]]
+        if failed and len({*every}) > 1:  # not all of them, or not at the same place
+            self._out_of_step = f"ranks {failed} failed while all encoded together"
+        if error is not None:
+            raise error
+        if failed:
+            raise RuntimeError(f"data parallel: {self._out_of_step}")
+        return list(rows.split(tokens))
 
     def _encode(
         self, mm_kwargs: dict[str, Any], indices: list[int], num_items: int
@@ -147,7 +215,7 @@ class DataParallelEncoder:
         mine = rows[self.rank * share : (self.rank + 1) * share]
         if own is not None:
             mine[: len(own)].copy_(own)
-        _all_gather(rows, mine, group=self.group)
+        all_gather(rows, mine, group=self.group)
         outputs: dict[int, Tensor] = {}
         for rank, indices in enumerate(ranks):
             start = rank * share
@@ -156,24 +224,42 @@ class DataParallelEncoder:
                 start += tokens[index]
         return [outputs[index] for index in range(len(tokens))]
 
+    def _make_together(self) -> EncoderCudaGraphManager | Qwen3VLGraphModel:
+        parallel = self._parallel = SequenceParallel(self.group)
+        if self.split:
+            parallel.min_patches = 0
+        model = Qwen3VLGraphModel(self.model.module, parallel)
+        if not isinstance(self.encoder, EncoderCudaGraphManager):
+            return model
+        unit = model.config.spatial_merge_size**2
+        budgets = self.encoder.budgets
+        large = tuple(b for b in budgets if b * unit >= parallel.min_patches) or budgets[-1:]
+        config = replace(self.encoder.config, encoder_cudagraph_token_budgets=large)
+        return EncoderCudaGraphManager(model, config, log_interval=0)
+
     def _host_group(self) -> dist.ProcessGroup:
-        """A gloo group of the same ranks."""
-        if dist.get_backend(self.group) == "gloo":
+        """A gloo group of the same ranks; of its own where ranks may wait for one another inside an
+        encoder, for a rank that failed there says so here."""
+        if dist.get_backend(self.group) == "gloo" and self.together is None:
             group = self.group or dist.group.WORLD
             assert group is not None  # this rank is in it
             return group
         members = dist.get_process_group_ranks(self.group)
         return dist.new_group(members, backend="gloo", use_local_synchronization=True)
 
-    def _compare(self, digest: tuple[int, int]) -> Exception | None:
-        """What is wrong with the (digest, items) of the ranks, the same answer on each; None if all
-        can go on."""
+    def _exchange(self, digest: tuple[int, int]) -> list[tuple[int, int]]:
+        """The (digest, items) of all ranks; without the check, of this one."""
         if self._check_group is None:
-            return None
+            return [digest]
         own = torch.tensor(digest, dtype=torch.int64)
         every = torch.empty(self.world * 2, dtype=torch.int64)
-        _all_gather(every, own, group=self._check_group)
-        batches = list(map(tuple, every.view(-1, 2).tolist()))
+        all_gather(every, own, group=self._check_group)
+        return [(first, items) for first, items in every.view(-1, 2).tolist()]
+
+    def _compare(self, digest: tuple[int, int]) -> Exception | None:
+        """What is wrong with the batches of the ranks, the same answer on each; None if all can
+        go on."""
+        batches = self._exchange(digest)
         for state, what in ((INVALID, "were given no valid batch"), (FAILED, "failed to encode")):
             if broken := [rank for rank, batch in enumerate(batches) if batch == state]:
                 kind = ValueError if state == INVALID else RuntimeError
@@ -189,14 +275,32 @@ class DataParallelEncoder:
         )
 
 
+def _why_not_together(model: Any) -> str | None:
+    """What keeps ranks from sharing the rows of an item, or None."""
+    if not isinstance(model, Qwen3VLGraphModel):
+        return f"the rows of a {type(model).__name__} cannot be shared over ranks"
+    if model.module.batch_invariant:
+        return "a batch-invariant encoder's sequences are not cut"
+    return None
+
+
 def _digest(
-    call: int, dtype: torch.dtype, mm_kwargs: dict[str, Any], sizes: list[int]
+    run: tuple[object, ...], mm_kwargs: dict[str, Any], sizes: list[int]
 ) -> tuple[int, int]:
-    """A hash of the call's number, the output's dtype and the batch's keys, shapes and grids (not
-    of the pixels), and the number of items."""
+    """A hash of what the run is (number, dtype, by rows) and of the batch's keys, shapes and grids
+    (not of the pixels), and the number of items."""
     parts = [
         (key, tuple(value.shape) if isinstance(value, Tensor) else repr(value))
         for key, value in sorted(mm_kwargs.items())
     ]
-    text = repr((call, dtype, parts, list(sizes))).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big"), len(sizes)
+    return _hash((run, parts, list(sizes))), len(sizes)
+
+
+def _failure(error: Exception, collectives: int) -> tuple[int, int]:
+    """What a rank says of its failure: the same where ranks failed alike."""
+    return _hash((type(error).__name__, str(error), collectives)), FAILED[1]
+
+
+def _hash(value: object) -> int:
+    """Of its representation; fits int64."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big")

@@ -15,6 +15,7 @@ from vitgraph.encoder.attention.backends import FREE_OF_EMPTY_SEQUENCES
 from vitgraph.encoder.attention.flashinfer import WORKSPACE_BYTES
 from vitgraph.encoder.inputs import Grid, Grids, check_grids, host_grids
 from vitgraph.encoder.operations import Plan
+from vitgraph.encoder.sequence_parallel import SequenceParallel
 from vitgraph.graphs.calibration import calibrate, is_measured
 from vitgraph.graphs.protocol import (
     EncoderCudaGraphCaptureInputs,
@@ -51,6 +52,10 @@ class Qwen3VLGraphModel:
     """The ten protocol methods for an encoder, and some optional ones. A batch (`mm_kwargs`) has
     the keys of images, of videos (`KEYS`), or of both, the images before the videos.
 
+    Args:
+        encoder: the module.
+        parallel: the ranks that capture, and encode every batch, together; None for this one alone.
+
     Attributes:
         module: the encoder.
         plans: how each captured budget is computed, with what was measured, if anything was.
@@ -60,9 +65,11 @@ class Qwen3VLGraphModel:
             would leave out.
     """
 
-    def __init__(self, encoder: Qwen3VLVisionEncoder) -> None:
+    def __init__(
+        self, encoder: Qwen3VLVisionEncoder, parallel: SequenceParallel | None = None
+    ) -> None:
         encoder.check_modules()
-        self.module = encoder
+        self.module, self.parallel = encoder, parallel
         self.plans: dict[int, Plan] = {}
         self._measured: dict[tuple, Plan] = {}
 
@@ -141,6 +148,8 @@ class Qwen3VLGraphModel:
         workspaces += WORKSPACE_BYTES if self.module.plan.attention == "flashinfer" else 0
         if self.module.fp8_blocks:  # fc2's scales, a float for 128 columns, and one layer's weight
             activations += config.intermediate_size * (patches // 32 + config.hidden_size)
+        if self.parallel is not None:  # q, k and v of all ranks twice, and the output rows
+            activations += patches * 8 * config.hidden_size * self.dtype.itemsize + output
         return pixels + output + activations + workspaces
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
@@ -162,20 +171,20 @@ class Qwen3VLGraphModel:
 
     def get_encoder_cudagraph_num_items(self, mm_kwargs: dict[str, Any]) -> int:
         """Items of the batch."""
-        return len(self._grids(mm_kwargs))
+        return len(self.grids_of(mm_kwargs))
 
     def get_encoder_cudagraph_per_item_output_tokens(self, mm_kwargs: dict[str, Any]) -> list[int]:
         """Output rows of each item."""
         unit = self.config.spatial_merge_size**2
-        return [patches // unit for patches in self._grids(mm_kwargs).num_patches]
+        return [patches // unit for patches in self.grids_of(mm_kwargs).num_patches]
 
     def get_encoder_cudagraph_per_item_input_sizes(self, mm_kwargs: dict[str, Any]) -> list[int]:
         """Pixel rows of each item."""
-        return self._grids(mm_kwargs).num_patches
+        return self.grids_of(mm_kwargs).num_patches
 
     def get_encoder_cudagraph_per_item_sequences(self, mm_kwargs: dict[str, Any]) -> list[int]:
         """Attention sequences of each item: its frames."""
-        return [t for t, _, _ in self._grids(mm_kwargs)]
+        return [t for t, _, _ in self.grids_of(mm_kwargs)]
 
     def make_encoder_inputs(self, grids: list[Grid]) -> dict[str, Any]:
         """A batch of random images, to warm up with."""
@@ -193,7 +202,7 @@ class Qwen3VLGraphModel:
         """The sub-batch of `indices`, in that order; a view of the pixels where the items are
         neighbours."""
         pixel_key, grid_key = self._keys(mm_kwargs)
-        pixels, grids = mm_kwargs[pixel_key], self._grids(mm_kwargs)
+        pixels, grids = mm_kwargs[pixel_key], self.grids_of(mm_kwargs)
         if indices == list(range(len(grids))):
             return mm_kwargs
         starts = [0]
@@ -259,7 +268,7 @@ class Qwen3VLGraphModel:
         self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int
     ) -> EncoderCudaGraphReplayBuffers:
         """The grids of the batch on the host, all slots: unused ones are zero."""
-        grids = self._grids(mm_kwargs)
+        grids = self.grids_of(mm_kwargs)
         slots = host_grids(grids, max_batch_size, self.device)
         return EncoderCudaGraphReplayBuffers({"grid_thw": slots})
 
@@ -278,23 +287,25 @@ class Qwen3VLGraphModel:
             pixels, out = pixels[:patches], out[: patches // self.config.spatial_merge_size**2]
             max_sequences = len(seqlens)
         layout = self.module.make_layout(grid_thw, len(pixels), max_sequences, seqlens)
-        return self.module.encode(pixels, layout, out, mm_kwargs["plan"])
+        return self.module.encode(pixels, layout, out, mm_kwargs["plan"], self.parallel)
 
     def warm_up_encoder_eager(self) -> None:
         """Run every kernel that an eager forward may choose, so that a miss compiles nothing."""
         if self.device.type == "cuda":
             for grids in EAGER_SHAPES:
                 batch = self.make_encoder_inputs(grids)
-                self.module(batch["pixel_values"], grids)
+                self.module(batch["pixel_values"], grids, parallel=self.parallel)
 
     def encoder_eager_forward(self, mm_kwargs: dict[str, Any]) -> Tensor:
         """The forward for a batch that no graph serves."""
         pixel_key, grid_key = self._keys(mm_kwargs)
-        return self.module(mm_kwargs[pixel_key], mm_kwargs[grid_key])
+        pixels, grids = mm_kwargs[pixel_key], mm_kwargs[grid_key]
+        return self.module(pixels, grids, parallel=self.parallel)
 
     @staticmethod
     def _keys(mm_kwargs: dict[str, Any]) -> tuple[str, str]:
         return KEYS["image" if "image_grid_thw" in mm_kwargs else "video"]
 
-    def _grids(self, mm_kwargs: dict[str, Any]) -> Grids:
+    def grids_of(self, mm_kwargs: dict[str, Any]) -> Grids:
+        """Of a batch, in the order of its items."""
         return check_grids(mm_kwargs[self._keys(mm_kwargs)[1]], self.config.spatial_merge_size)

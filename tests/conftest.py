@@ -1,8 +1,12 @@
 """Shared by all tests: Triton's interpreter where there is no GPU, seeded random numbers, the error
 bound of a kernel, and a tiny tower in transformers and in vitgraph with the same weights."""
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -199,3 +203,24 @@ def batch():
         return {"pixel_values": pixels, "image_grid_thw": grids}
 
     return make
+
+
+@pytest.fixture(scope="session")
+def try_on_ranks(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], dict[int, list[dict[str, str | None]]]]:
+    """Run the cases of a test file by ranks.py: what went wrong, by world size, rank and case."""
+
+    def run(file: str) -> dict[int, list[dict[str, str | None]]]:
+        folder = tmp_path_factory.mktemp("ranks")
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        script = Path(__file__).with_name("ranks.py")
+        command = [sys.executable, str(script), file, str(folder)]
+        subprocess.run(command, env=environment, timeout=300, check=True)
+        return {
+            int(world.name): [json.loads(path.read_text()) for path in sorted(world.glob("*.json"))]
+            for world in folder.iterdir()
+            if world.is_dir()
+        }
+
+    return run

@@ -1,18 +1,11 @@
-"""Data parallel: a balanced assignment, and the outputs of one process from 1 to 4 of them.
+"""Data parallel: the outputs of one process from 1 to 4 of them.
 
-Run as a script, this file is the ranks: each tries every case and writes what went wrong, by case.
+ranks.py runs the methods of `Cases` on every rank.
 """
 
-import json
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 WORLDS = [1, 2, 3, 4]
 IMAGES = {
@@ -43,117 +36,15 @@ CASES = [
 ]
 
 
-sizes = st.lists(st.integers(0, 5000) | st.sampled_from([100, 256]), max_size=40)
-
-
-@given(sizes, st.integers(1, 9))
-def test_every_item_exactly_once_in_order(sizes, world) -> None:
-    from vitgraph.graphs.data_parallel import assign
-
-    ranks = assign(sizes, world)
-    assert len(ranks) == world
-    assert sorted(index for rank in ranks for index in rank) == list(range(len(sizes)))
-    assert all(rank == sorted(rank) for rank in ranks)
-    assert ranks == assign(sizes, world)
-
-
-@given(sizes.filter(any), st.integers(1, 9))
-def test_balance(sizes, world) -> None:
-    """Longest first keeps every load within a mean and one item, and leaves no rank idle that
-    could help."""
-    from vitgraph.graphs.data_parallel import assign
-
-    ranks = assign(sizes, world)
-    loads = [sum(max(sizes[index], 1) for index in rank) for rank in ranks]
-    weights = [max(size, 1) for size in sizes]
-    busiest = max(range(world), key=loads.__getitem__)
-    smallest = min(max(sizes[index], 1) for index in ranks[busiest])
-    # times `world`, in integers: a quotient would be rounded
-    assert world * loads[busiest] <= sum(weights) + max(weights) * (world - 1)
-    assert loads[busiest] - smallest <= min(loads)
-    assert sum(map(bool, ranks)) == min(world, len(sizes))
-
-
-def test_equal_items_stay_neighbours() -> None:
-    from vitgraph.graphs.data_parallel import assign
-
-    assert assign([7] * 6, 3) == [[0, 1], [2, 3], [4, 5]]
-    assert assign([1, 9, 1, 1, 1], 2) == [[1], [0, 2, 3, 4]]
-
-
-def test_no_world() -> None:
-    from vitgraph.graphs.data_parallel import assign
-
-    with pytest.raises(ValueError, match="world size 0"):
-        assign([1], 0)
-
-
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory) -> dict[int, list[dict[str, str | None]]]:
-    """What went wrong, by world size, rank and case; one process imports torch for all ranks."""
-    folder = tmp_path_factory.mktemp("ranks")
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, str(folder)]
-    subprocess.run(command, env=environment, timeout=240, check=True)
-    return {
-        world: [json.loads((folder / f"{world}-{rank}.json").read_text()) for rank in range(world)]
-        for world in WORLDS
-    }
+def outcomes(try_on_ranks) -> dict[int, list[dict[str, str | None]]]:
+    return try_on_ranks(__file__)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_agree_with_one_process(case, world, outcomes) -> None:
     assert [rank[case] for rank in outcomes[world]] == [None] * world
-
-
-def run_worlds(folder: Path) -> None:
-    """Fork the ranks of each world size from this process, which has started no thread."""
-    import multiprocessing
-
-    import vitgraph.graphs.data_parallel
-
-    assert vitgraph.graphs.data_parallel
-    context = multiprocessing.get_context("fork")
-    for world in WORLDS:
-        ranks = [
-            context.Process(target=run_rank, args=(folder, world, rank)) for rank in range(world)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(60)
-            if process.exitcode != 0:
-                process.kill()
-                sys.exit(f"a rank of {world} ended with {process.exitcode}")
-
-
-def run_rank(folder: Path, world: int, rank: int) -> None:
-    """Try every case; what a rank got wrong must not keep it from the collectives of the others."""
-    import traceback
-    from datetime import timedelta
-
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous-{world}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=30),
-    )
-    cases = Cases(world, rank)
-    outcomes: dict[str, str | None] = {}
-    for case in CASES:
-        try:
-            cases.images(case) if case in IMAGES else getattr(cases, case)()
-            outcomes[case] = None
-        except Exception:
-            outcomes[case] = traceback.format_exc()
-    (folder / f"{world}-{rank}.json").write_text(json.dumps(outcomes))
-    dist.destroy_process_group()
 
 
 class Cases:
@@ -167,6 +58,12 @@ class Cases:
         self.make = DataParallelEncoder
         self.encoder = Qwen3VLVisionEncoder.random(GEOMETRIES["tiny"])
         self.parallel = DataParallelEncoder(self.encoder)
+
+    def __getattr__(self, case: str):
+        """The cases of IMAGES."""
+        if case not in IMAGES:
+            raise AttributeError(case)
+        return lambda: self.images(case)
 
     def batch(self, grids: list) -> dict:
         """The same pixels on every rank."""
@@ -365,7 +262,3 @@ class Cases:
         grids = IMAGES["two_items"]
         batch = self.batch(grids)
         self.expect(parallel.execute(batch), batch["pixel_values"], grids)
-
-
-if __name__ == "__main__":
-    run_worlds(Path(sys.argv[1]))
