@@ -16,6 +16,7 @@ from vitgraph.encoder.attention.trial import Capability
 from vitgraph.graphs import vllm_plugin
 from vitgraph.graphs.vllm_plugin import backends, metrics, wrapper
 from vitgraph.graphs.vllm_plugin.protocol import SHAPES
+from vitgraph.graphs.vllm_plugin.ranks import report_ranks, share_rows
 
 _SPEC = importlib.util.spec_from_file_location(
     "vllm_releases", Path(__file__).parent / "vllm_releases.py"
@@ -204,6 +205,28 @@ def test_a_tower_that_vllm_cannot_replicate_stays_split() -> None:
     config = make_config()
     assert wrapper.replicate_tower(config, False) == 3
     assert config.model_config.multimodal_config.mm_encoder_tp_mode == "weights"
+
+
+@pytest.mark.parametrize(
+    ("asked", "invariant", "said"),
+    [
+        ("", False, "items shared out; VITGRAPH_SPLIT_FROM for the rows of large ones"),
+        (" 512 ", False, "rows shared out from 512 tokens"),
+        ("0", False, "items shared out: VITGRAPH_SPLIT_FROM=0 is no number of tokens from 1"),
+        ("many", False, "items shared out: VITGRAPH_SPLIT_FROM=many is no number of tokens from 1"),
+        ("512", True, "items shared out: VITGRAPH_SPLIT_FROM=512: batch-invariant sequences are"),
+    ],
+)
+def test_rows_over_ranks(asked, invariant, said, monkeypatch, caplog) -> None:
+    """What cannot be had leaves items to be shared out, and vLLM's configuration as it was."""
+    monkeypatch.setenv("VITGRAPH_SPLIT_FROM", asked)
+    assert report_ranks(invariant).startswith(said)
+    config = make_config()
+    wrapper.replicate_tower(config)
+    if not said.startswith("rows"):
+        assert share_rows(SimpleNamespace(), config, invariant) is None
+        assert config.model_config.multimodal_config.mm_encoder_tp_mode == "data"
+        assert ("items are shared out, not rows" in caplog.text) == (": " in said)
 
 
 def test_sdpa_on_a_gpu_has_no_graphs() -> None:

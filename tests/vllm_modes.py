@@ -77,7 +77,7 @@ def test_data_parallel(items, make_model, make_manager, monkeypatch) -> None:
 
 
 def test_four_ranks(tmp_path) -> None:
-    """KNOWN_FAILURES 7: vLLM's own sharding and gathering, a process a rank."""
+    """KNOWN_FAILURES 7: vLLM's own sharding and gathering, and our own, a process a rank."""
     script = str(Path(__file__).with_name("vllm_ranks.py"))
     processes = [
         subprocess.Popen(

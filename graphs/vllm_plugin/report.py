@@ -37,6 +37,7 @@ def report() -> dict[str, str]:
         "attention": _attention,
         "kernels": _kernels,
         "layers": _layers,
+        "several ranks": _ranks,
         "graphs": _graphs,
         "metrics": _metrics,
     }
@@ -142,6 +143,12 @@ def _layers() -> str:
     from vitgraph.graphs.linears import report_linears
 
     return report_linears(is_invariant())
+
+
+def _ranks() -> str:
+    from vitgraph.graphs.vllm_plugin.ranks import report_ranks
+
+    return report_ranks(is_invariant())
 
 
 def _graphs() -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
 from vitgraph.encoder.attention.backends import FREE_OF_EMPTY_SEQUENCES
 from vitgraph.encoder.inputs import Grids, host_grids, outlives
+from vitgraph.encoder.sequence_parallel import SequenceParallel
 from vitgraph.encoder.sharing import why_not_shareable
 from vitgraph.encoder.structure import Structure, why_not_plain
 from vitgraph.graphs.addresses import Addresses
@@ -62,6 +63,7 @@ class SharedEncoder:
         self._captures: dict[int, dict[str, Any]] = {}
         self.graphs_off = False
         self.metrics = TowerMetrics(on_gpu=tower.device.type == "cuda")
+        self.parallel: SequenceParallel | None = None
 
     @property
     def model(self) -> Qwen3VLGraphModel:
@@ -76,6 +78,19 @@ class SharedEncoder:
     def encoder(self) -> Qwen3VLVisionEncoder:
         """The encoder as of the last `refresh`."""
         return self.model.module
+
+    def share_rows(self, parallel: SequenceParallel | None) -> None:
+        """Encode together with other ranks from now on."""
+        self.parallel = parallel
+        if parallel is not None and parallel.rank:
+            self.metrics.file = None  # every rank sees every item: the first one counts
+
+    @property
+    def shared(self) -> str:
+        """What several ranks share out."""
+        if self.parallel is None:
+            return "items"
+        return f"rows from {self.parallel.min_patches // self.tower.spatial_merge_size**2} tokens"
 
     def describe(self) -> str:
         """What the log says of it: attention, pixels, graphs and options."""
@@ -105,7 +120,7 @@ class SharedEncoder:
         if not same:
             self._structure = Structure(self.tower)
         self._addresses = Addresses(self.tower, buffers=False)  # vLLM's forward makes some anew
-        self._model, self.unshareable = Qwen3VLGraphModel(self._bind()), None
+        self._model, self.unshareable = Qwen3VLGraphModel(self._bind(), self.parallel), None
         return True
 
     @torch.no_grad()
@@ -128,7 +143,7 @@ class SharedEncoder:
         elif pixels.dtype != torch.uint8:  # 0..255 all the same
             pixels = pixels.to(encoder.device, non_blocking=outlives(pixels, encoder.device))
             pixels = self.tower.input_norm(pixels, encoder.dtype)
-        return encoder(pixels, grid_thw)
+        return encoder(pixels, grid_thw, parallel=self.parallel)
 
     def capture_buffers(
         self, budget: int, max_items: int, max_frames: int, device: torch.device

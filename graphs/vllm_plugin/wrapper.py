@@ -18,6 +18,7 @@ from vitgraph.graphs.vllm_plugin.backends import counterpart
 from vitgraph.graphs.vllm_plugin.names import attempt, describe, is_invariant, logger
 from vitgraph.graphs.vllm_plugin.protocol import ReleaseShape, VllmModel, detect_shape
 from vitgraph.graphs.vllm_plugin.quantized import plain_tower, plain_weights
+from vitgraph.graphs.vllm_plugin.ranks import replicate_tower, share_rows, why_not_served
 from vitgraph.graphs.vllm_plugin.tower import SharedEncoder, adopt
 
 
@@ -43,6 +44,7 @@ class VisionTowerWrapper(VllmModel):
             shape = detect_shape()
             if reason is None:
                 encoder = _adopt(self.visual, vllm_config, shape)
+                encoder.share_rows(share_rows(self, vllm_config, encoder.batch_invariant))
         except Exception as error:
             reason = describe(error)
         self.vitgraph = encoder
@@ -74,7 +76,7 @@ class VisionTowerWrapper(VllmModel):
             type(self).__name__,
             encoder.describe(),
             ranks,
-            "" if ranks == 1 else "s, weights replicated and items shared out",
+            "" if ranks == 1 else f"s, weights replicated and {encoder.shared} shared out",
             encoder.shape.releases,
         )
 
@@ -183,42 +185,6 @@ class VisionTowerWrapper(VllmModel):
         super().postprocess_encoder_output(
             output, *arguments, batch_mm_kwargs=batch_mm_kwargs, **keywords
         )
-
-
-def replicate_tower(vllm_config: Any, can: bool = True) -> int:
-    """Replicate the tower over tensor-parallel ranks, sharing out items, where vLLM's model can;
-    returns the ranks.
-
-    "data" is what vLLM calls this. It is right for any number of ranks and heads, keeps collectives
-    out of the graphs (one gather of embeddings a batch, against two reductions a layer), and gives
-    every rank the same embeddings, bit by bit. The tower is small: 1.2 GB a rank for the largest.
-    """
-    multimodal = vllm_config.model_config.multimodal_config
-    ranks = vllm_config.parallel_config.tensor_parallel_size
-    if (
-        can
-        and ranks > 1
-        and multimodal.mm_encoder_tp_mode != "data"
-        and not why_not_served(vllm_config)
-    ):
-        multimodal.mm_encoder_tp_mode = "data"
-        logger.info(
-            "vitgraph: mm_encoder_tp_mode is 'data' for this tower: its weights are replicated "
-            "over %d ranks, which share the items. An image is not split: where large ones come "
-            "one at a time, VITGRAPH_DISABLE=1 may be faster",
-            ranks,
-        )
-    return ranks
-
-
-def why_not_served(vllm_config: Any) -> str | None:
-    """What in the configuration asks for vLLM's own tower, or None."""
-    multimodal = vllm_config.model_config.multimodal_config
-    if getattr(vllm_config.lora_config, "enable_tower_connector_lora", False):
-        return "LoRA on the vision tower (enable_tower_connector_lora)"
-    if getattr(multimodal, "mm_encoder_attn_dtype", None) is not None:
-        return f"attention in {multimodal.mm_encoder_attn_dtype} (mm_encoder_attn_dtype)"
-    return None
 
 
 def why_no_graphs(vllm_config: Any, encoder: SharedEncoder | None) -> str | None:
