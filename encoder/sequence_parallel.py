@@ -55,18 +55,22 @@ class SequenceParallel:
             raise ValueError(f"rank {dist.get_rank()} is not in the process group")
         self.collectives = 0
 
+    def shares(self, num_patches: int) -> bool:
+        """Whether batches of this capacity are shared."""
+        return self.ranks > 1 and num_patches >= self.min_patches
+
     def forward(
         self, tower: Tower, pixels: Tensor, layout: Layout, out: Tensor, plan: Plan
     ) -> Tensor:
         """`vitgraph.encoder.forward` of all rows: `pixels`, `layout` and `out` are those of the
-        whole batch, on every rank. A collective operation. `plan` is for less than `min_patches`.
+        whole batch, on every rank. A collective operation.
 
         Raises:
             ValueError: a batch-invariant encoder; shares cut sequences where the batch says.
         """
         if plan.batch_invariant:
             raise ValueError("batch_invariant: the rows of a sequence are not shared over ranks")
-        if self.ranks == 1 or len(pixels) < self.min_patches:
+        if not self.shares(len(pixels)):
             return forward(tower, pixels, layout, out, plan)
         ops, merge = tower.ops, tower.config.spatial_merge_size
         capacity = cdiv(len(out), self.ranks) * merge**2
@@ -77,7 +81,7 @@ class SequenceParallel:
         rows = out.new_empty(self.ranks, capacity // merge**2, out.shape[1])
         attend = self._attend(tower, layout, own, capacity)
         layout = own_layout(layout, own, coords, merge)
-        forward(tower, own_pixels, layout, rows[self.rank], Plan("triton"), attend)
+        forward(tower, own_pixels, layout, rows[self.rank], plan, attend)
         self._gather(rows, rows[self.rank])
         return ops.collect_rows(rows, own.tokens_per_rank, own.tokens, out)
 

@@ -253,7 +253,8 @@ class Qwen3VLGraphModel:
         )
 
     def _plan(self, patches: int, max_sequences: int) -> Plan:
-        measured = is_measured(self.module)
+        shared = self.parallel is not None and self.parallel.shares(patches)
+        measured = is_measured(self.module) and not shared
         return self._measured_plan(patches, max_sequences) if measured else self.module.plan
 
     def _measured_plan(self, patches: int, max_sequences: int) -> Plan:
