@@ -59,6 +59,8 @@ def test_encode_in_fp8(tmp_path, capsys) -> None:
     print(f"one block: {errors[0]:.4f}, all: {errors[1]:.4f}")
     assert 1e-4 < errors[0] < 0.8 * errors[1] and errors[1] < 0.1
     assert main([*command, files["same"]]) == 0
+    assert main([*command, files["fp8"]]) == 2
+    assert "was made with linear_dtype fp8, not same" in " ".join(capsys.readouterr().err.split())
     assert main([*command, files["same"], *fp8]) == 2
     assert main([*command, files["few"], *options["fp8"]]) == 2
     assert "linear_dtype" in capsys.readouterr().err

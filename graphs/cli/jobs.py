@@ -255,9 +255,9 @@ def _how(
         "max_pixels": args.max_pixels,
         "image": asdict(loader.image_settings),
         "video": asdict(loader.video_settings),
+        "linear_dtype": args.linear_dtype,
+        "fp8_skip_blocks": args.fp8_skip_blocks,
     }
-    if args.linear_dtype != "same":  # or what was made before there was a choice would be refused
-        made |= {"linear_dtype": args.linear_dtype, "fp8_skip_blocks": args.fp8_skip_blocks}
     return json.loads(json.dumps(made))
 
 

@@ -228,8 +228,9 @@ class EmbeddingWriter:
             raise ValueError(
                 f"--output {file} exists and is none of vitgraph's; --overwrite replaces it"
             ) from None
-        for name, new in self.settings.items():
-            if (old := settings.get(name)) != new:
+        for name in {**self.settings, **settings}:
+            old, new = settings.get(name), self.settings.get(name)
+            if old != new:
                 raise ValueError(
                     f"--output {self.path} was made with {name} {old}, not {new}; --overwrite "
                     f"replaces it"
