@@ -1,9 +1,7 @@
 """A batch spread over the ranks of a process group, weights replicated: by items, or by rows."""
 
 import hashlib
-import logging
 import threading
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,12 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitgraph.encoder.sequence_parallel import SequenceParallel, all_gather
-from vitgraph.graphs.assignment import Rates, assign, measure, together_pays, work
+from vitgraph.graphs.assignment import assign, work
 from vitgraph.graphs.manager import EncoderCudaGraphManager
 from vitgraph.graphs.protocol import look
 from vitgraph.graphs.qwen3_vl import Qwen3VLGraphModel, as_model
-
-logger = logging.getLogger(__name__)
+from vitgraph.graphs.row_parallel import RowParallelEncoder, why_not_by_rows
 
 # What a rank says instead of (digest, items).
 INVALID, FAILED = (0, -1), (0, -2)
@@ -41,9 +38,7 @@ class DataParallelEncoder:
             that is estimated to be faster, from what `capture` measured; of none before that.
 
     Attributes:
-        together: what encodes a batch's rows together, a manager where `encoder` is one; None
-            where that is not possible or not wanted.
-        rates: what `capture` measured.
+        together: what encodes by rows; None where that is not possible or not wanted.
 
     Ranks must call `execute` in the same order; threads of a rank take turns. Without the check, a
     rank that fails in its encoder leaves the others to the timeout of the process group.
@@ -71,14 +66,16 @@ class DataParallelEncoder:
         if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} is not in the process group")
         self.width = self.model.get_encoder_cudagraph_config().out_hidden_size
-        reason = _why_not_together(self.model)
+        reason = why_not_by_rows(self.model)
+        if split not in (True, False, None):
+            raise ValueError(f"split {split!r} is none of True, False and None")
         if split and reason:
             raise ValueError(f"split: {reason}")
         self.split = split
-        self.rates: Rates | None = None
-        self.together: EncoderCudaGraphManager | Qwen3VLGraphModel | None = None
+        self.together: RowParallelEncoder | None = None
         if self.world > 1 and split is not False and reason is None:
-            self.together = self._make_together()
+            parallel = SequenceParallel(group, *([0] if split else []))
+            self.together = RowParallelEncoder(self.encoder, parallel)
         # Its own, as soon as ranks may wait for one another inside an encoder.
         self._check_group = self._host_group() if check and self.world > 1 else None
 
@@ -88,14 +85,8 @@ class DataParallelEncoder:
         with self._turn:
             if isinstance(self.encoder, EncoderCudaGraphManager):
                 self.encoder.capture()
-            if self.together is None:
-                return
-            assert isinstance(self.model, Qwen3VLGraphModel)
-            if self.split is None:
-                self.rates = measure(self.model, self._parallel)
-                logger.info("data parallel: %s", self.rates)
-            if isinstance(self.together, EncoderCudaGraphManager):
-                self.together.capture()
+            if self.together is not None:
+                self.together.capture(rates=self.split is None)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -134,7 +125,9 @@ class DataParallelEncoder:
             (ranks, together), digest = self._plan(mm_kwargs, sizes), FAILED
             if not together:
                 own = self._encode(mm_kwargs, ranks[self.rank], len(sizes))
-            digest = _digest((self._calls, self.dtype, together), mm_kwargs, sizes)
+            graphs = together and self.together and self.together.budgets
+            run = self._calls, self.dtype, together, graphs
+            digest = _digest(run, mm_kwargs, sizes)
         except Exception as mistake:  # the others wait for this rank: tell them first
             error = mistake
         # The encoder's work has only been launched: the GPU does not wait for this.
@@ -160,9 +153,7 @@ class DataParallelEncoder:
         ranks = assign([work(self.model.config, grid) for grid in grids], self.world)
         if self.together is None or not grids:
             return ranks, False
-        if self.rates is None or self.split is not None:
-            return ranks, bool(self.split)
-        return ranks, together_pays(self.model, grids, ranks, self.rates)
+        return ranks, bool(self.split) or self.together.pays(grids, ranks)
 
     def _encode_together(
         self, mm_kwargs: dict[str, Any], digest: tuple[int, int], tokens: list[int]
@@ -175,13 +166,17 @@ class DataParallelEncoder:
         assert self.together is not None
         error: Exception | None = None
         try:
-            if isinstance(self.together, EncoderCudaGraphManager):
-                rows = self.together.encode(mm_kwargs)[0]
-            else:
-                rows = self.together.encoder_eager_forward(mm_kwargs)
+            rows = self.together.encode(mm_kwargs)
         except Exception as mistake:
-            error, digest = mistake, _failure(mistake, self._parallel.collectives)
-        every = self._exchange(digest)
+            error, digest = mistake, _failure(mistake, self.together.parallel.collectives)
+        except BaseException:  # Ctrl-C: nobody is told
+            self._out_of_step = f"rank {self.rank} was interrupted while all encoded together"
+            raise
+        try:
+            every = self._exchange(digest)
+        except Exception as silence:
+            self._out_of_step = "a rank did not answer while all encoded together"
+            raise error or silence from None
         failed = [rank for rank, (_, items) in enumerate(every) if items == FAILED[1]]
         if failed and len({*every}) > 1:  # not all of them, or not at the same place
             self._out_of_step = f"ranks {failed} failed while all encoded together"
@@ -224,19 +219,6 @@ class DataParallelEncoder:
                 start += tokens[index]
         return [outputs[index] for index in range(len(tokens))]
 
-    def _make_together(self) -> EncoderCudaGraphManager | Qwen3VLGraphModel:
-        parallel = self._parallel = SequenceParallel(self.group)
-        if self.split:
-            parallel.min_patches = 0
-        model = Qwen3VLGraphModel(self.model.module, parallel)
-        if not isinstance(self.encoder, EncoderCudaGraphManager):
-            return model
-        unit = model.config.spatial_merge_size**2
-        budgets = self.encoder.budgets
-        large = tuple(b for b in budgets if b * unit >= parallel.min_patches) or budgets[-1:]
-        config = replace(self.encoder.config, encoder_cudagraph_token_budgets=large)
-        return EncoderCudaGraphManager(model, config, log_interval=0)
-
     def _host_group(self) -> dist.ProcessGroup:
         """A gloo group of the same ranks; of its own where ranks may wait for one another inside an
         encoder, for a rank that failed there says so here."""
@@ -268,20 +250,11 @@ class DataParallelEncoder:
         if other is None:
             return None
         items, others = batches[0][1], batches[other][1]
-        what = "of other sizes, kinds or dtype" if items == others else "items"
+        what = "of other sizes, kinds, dtype or graphs" if items == others else "items"
         return ValueError(
             f"data parallel: the ranks hold different batches: rank 0 has {items} items, "
             f"rank {other} has {others} {what}"
         )
-
-
-def _why_not_together(model: Any) -> str | None:
-    """What keeps ranks from sharing the rows of an item, or None."""
-    if not isinstance(model, Qwen3VLGraphModel):
-        return f"the rows of a {type(model).__name__} cannot be shared over ranks"
-    if model.module.batch_invariant:
-        return "a batch-invariant encoder's sequences are not cut"
-    return None
 
 
 def _digest(

@@ -146,7 +146,7 @@ class Cases:
 
         last = self.rank == self.world - 1
         self.encoder.to(torch.float64 if last else torch.float32)
-        self.raises(self.batch([(1, 4, 4)]), "1 of other sizes, kinds or dtype")
+        self.raises(self.batch([(1, 4, 4)]), "1 of other sizes, kinds, dtype or graphs")
         self.encoder.to(torch.float32)
 
     def a_model_that_changed_its_dtype(self) -> None:

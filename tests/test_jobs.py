@@ -109,6 +109,18 @@ def test_a_folder_of_others_stays_as_it_is(photos, tmp_path, capsys) -> None:
     assert others <= set(tmp_path.rglob("*"))
 
 
+def test_a_link_in_the_place_of_what_is_unfinished(photos, tmp_path, capsys) -> None:
+    """What it leads to is not ours to delete, and a file of that name neither."""
+    theirs, output = tmp_path / "theirs", tmp_path / "out"
+    for folder in (theirs, output):
+        folder.mkdir()
+    (theirs / "index.json").write_text("theirs")
+    (output / ".vitgraph-unfinished").symlink_to(theirs)
+    assert main(["encode", photos[0], "--output", str(output), *EAGER]) == 2
+    assert "holds .vitgraph-unfinished" in capsys.readouterr().err.replace("\n", " ")
+    assert (theirs / "index.json").read_text() == "theirs"
+
+
 @pytest.mark.parametrize("metadata", ["[]", "null"])
 def test_shards_of_others_are_refused(metadata, photos, tmp_path, capsys) -> None:
     file = tmp_path / "out" / "000001.safetensors"

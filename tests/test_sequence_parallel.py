@@ -3,6 +3,8 @@
 ranks.py runs the methods of `Cases` on every rank.
 """
 
+from contextlib import suppress
+
 import pytest
 
 WORLDS = [1, 2, 3, 4]
@@ -26,7 +28,12 @@ CASES = [
     "capture_measures_the_same_everywhere",
     "what_pays_is_done",
     "other_batches_raise_before_anything_runs",
+    "only_own_rows_attend",
+    "budgets_that_are_large_enough",
+    "other_graphs_are_not_replayed_together",
     "a_rank_that_fails_is_named_and_ends_it",
+    "an_error_outlives_a_silent_rank",
+    "an_interrupted_rank_goes_on_no_more",
     "all_ranks_fail_and_go_on",
     "what_cannot_be_shared",
 ]
@@ -80,6 +87,9 @@ class Cases:
     def batch(self, grids: list) -> dict:
         return {"pixel_values": self.pixels(grids), "image_grid_thw": grids}
 
+    def collectives(self, parallel) -> int:
+        return parallel.together.parallel.collectives if self.world > 1 else 0
+
     def expect(self, outputs: list, grids: list) -> None:
         import torch
 
@@ -93,7 +103,9 @@ class Cases:
 
     def eagerly_without_a_manager(self) -> None:
         for grids in GRIDS.values():
+            before = self.collectives(self.parallel)
             self.expect(self.parallel.execute(self.batch(grids)), grids)
+            assert self.world == 1 or self.collectives(self.parallel) > before
 
     def through_graphs(self) -> None:
         """Two packs and an item above every budget; every rank replays the same."""
@@ -104,9 +116,10 @@ class Cases:
         parallel.capture()
         grids = [*GRIDS["several_items"], (1, 14, 10)]
         self.expect(parallel.execute(self.batch(grids)), grids)
-        replayed = manager if self.world == 1 else parallel.together
+        replayed = manager if self.world == 1 else parallel.together.manager
         stats = replayed.get_cumulative_stats()
         assert (stats["graph_hits"], stats["graph_misses"]) == (5, 1)
+        assert self.world == 1 or parallel.together.parallel.collectives > 0
 
     def bytes(self) -> None:
         import torch
@@ -129,6 +142,13 @@ class Cases:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         config = replace(self.tiny, depth=1, deepstack_visual_indexes=())
         encoder = self.random(config, device=device, ops="triton", attention="triton")
+        invariant = self.random(config, device=device, ops="triton", batch_invariant=True)
+        try:
+            invariant(self.pixels([(1, 2, 2)]), [(1, 2, 2)], parallel=self.ranks)
+        except ValueError as error:
+            assert "batch_invariant: the rows of a sequence" in str(error), error
+        else:
+            raise AssertionError("no ValueError")
         grids = [(1, 4, 6), (1, 2, 2)]
         self.check(encoder, grids, bound=1e-5 if device == "cpu" else 1e-3)
 
@@ -164,9 +184,10 @@ class Cases:
         with mock.patch.multiple(assignment, TRIAL=[(1, 8, 8)], LARGE=1 << 18):
             parallel.capture()
         every = [None] * self.world
-        dist.all_gather_object(every, parallel.rates)
-        assert every == [parallel.rates] * self.world
-        assert (parallel.rates is None) == (self.world == 1)
+        rates = parallel.together and parallel.together.rates
+        dist.all_gather_object(every, rates)
+        assert every == [rates] * self.world
+        assert (rates is None) == (self.world == 1)
 
     def what_pays_is_done(self) -> None:
         """By rates that are given: links for nothing, then links that cost too much."""
@@ -175,14 +196,18 @@ class Cases:
         from vitgraph.graphs.assignment import Rates
 
         parallel, grids = self.make(self.encoder), [(1, 16, 16)]
-        if self.world > 1:
-            parallel._parallel.min_patches = 0
+        if self.world == 1:
+            return
+        parallel.together.parallel.min_patches = 200
         for rates, shared in ((Rates(1e-6, 0, 0), True), (Rates(1e-12, 1, 1), False)):
-            parallel.rates = rates
-            encode = parallel._encode_together
-            with mock.patch.object(parallel, "_encode_together", side_effect=encode) as called:
-                self.expect(parallel.execute(self.batch(grids)), grids)
-            assert called.called == (shared and self.world > 1)
+            parallel.together.rates = rates
+            before = self.collectives(parallel)
+            self.expect(parallel.execute(self.batch(grids)), grids)
+            assert (self.collectives(parallel) > before) == shared
+        parallel.together.rates = Rates(1e-6, 0, 0)
+        with mock.patch.object(parallel.together, "encode") as encode:
+            self.expect(parallel.execute(self.batch([(1, 8, 8)])), [(1, 8, 8)])
+        assert not encode.called, "fewer patches than are shared"
 
     def other_batches_raise_before_anything_runs(self) -> None:
         from unittest import mock
@@ -203,6 +228,102 @@ class Cases:
         assert not gather.called
         self.expect(self.parallel.execute(self.batch([(1, 8, 8)])), [(1, 8, 8)])
 
+    def only_own_rows_attend(self) -> None:
+        """What makes it faster."""
+        from unittest import mock
+
+        from vitgraph.encoder import sequence_parallel
+
+        if self.world == 1:
+            return
+        attend, seen = sequence_parallel.attention_reference, []
+
+        def look(qkv, offsets, queries):
+            seen.append(queries.tolist())
+            return attend(qkv, offsets, queries)
+
+        with mock.patch.object(sequence_parallel, "attention_reference", look):
+            self.check(self.encoder, [(1, 8, 8)])
+        full = -(-16 // self.world) * 4
+        own = [min(self.rank * full, 64), min((self.rank + 1) * full, 64)]
+        assert seen == [own] * self.tiny.depth
+
+    def budgets_that_are_large_enough(self) -> None:
+        """And their memory, beside that of one rank."""
+        from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager
+
+        if self.world == 1:
+            return
+        for budgets, shared in (((16, 512), (512,)), ((16, 32), ())):
+            manager = EncoderCudaGraphManager(self.encoder, CompilationConfig(True, budgets, 4))
+            parallel = self.make(manager)
+            parallel.together.capture(rates=False)
+            assert parallel.together.budgets == shared
+            model = parallel.together.model
+            alone = manager.model.estimate_encoder_memory(512)
+            assert model.estimate_encoder_memory(512) > alone
+
+    def other_graphs_are_not_replayed_together(self) -> None:
+        """A budget did not fit one rank's memory; later, one rank cleared its graphs."""
+        from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager
+
+        if self.world == 1:
+            return
+        last, grids = self.rank == self.world - 1, [(1, 8, 8), (1, 4, 4)]
+        budgets = (8, 16) if last else (8, 16, 32)
+        manager = EncoderCudaGraphManager(self.encoder, CompilationConfig(True, budgets, 4))
+        parallel = self.make(manager, split=True)
+        parallel.capture()
+        assert parallel.together.budgets == ()
+        self.expect(parallel.execute(self.batch(grids)), grids)
+        manager = EncoderCudaGraphManager(self.encoder, CompilationConfig(True, (8, 16), 4))
+        parallel = self.make(manager, split=True)
+        parallel.capture()
+        if last:
+            parallel.together.manager.clear()
+        try:
+            parallel.execute(self.batch(grids))
+        except ValueError as error:
+            assert "of other sizes, kinds, dtype or graphs" in str(error), error
+        else:
+            raise AssertionError("no ValueError")
+
+    def an_error_outlives_a_silent_rank(self) -> None:
+        """The others never answer: what the rank itself has to say is not lost in that."""
+        from unittest import mock
+
+        if self.world == 1:
+            return
+        parallel = self.make(self.encoder, split=True)
+        silence = mock.Mock(side_effect=[parallel._exchange((0, 1)), RuntimeError("timed out")])
+        with (
+            mock.patch.object(parallel, "_exchange", silence),
+            mock.patch.object(parallel.together, "encode", side_effect=RuntimeError("no memory")),
+        ):
+            for message in ("no memory", "a rank did not answer while all encoded together"):
+                try:
+                    parallel.execute(self.batch([(1, 8, 8)]))
+                except RuntimeError as error:
+                    assert message in str(error), error
+                else:
+                    raise AssertionError("nothing raised")
+
+    def an_interrupted_rank_goes_on_no_more(self) -> None:
+        from unittest import mock
+
+        if self.world == 1:
+            return
+        parallel = self.make(self.encoder, split=True)
+        stopped = mock.patch.object(parallel.together, "encode", side_effect=KeyboardInterrupt)
+        with stopped, suppress(KeyboardInterrupt):
+            parallel.execute(self.batch([(1, 8, 8)]))
+        try:
+            parallel.execute(self.batch([(1, 8, 8)]))
+        except RuntimeError as error:
+            assert f"rank {self.rank} was interrupted" in str(error), error
+        else:
+            raise AssertionError("nothing raised")
+
     def a_rank_that_fails_is_named_and_ends_it(self) -> None:
         """The others wait for it inside the encoder, until the group's time is up."""
         from datetime import timedelta
@@ -218,7 +339,7 @@ class Cases:
             raise RuntimeError("no memory")
 
         if last:
-            parallel.together.encoder_eager_forward = fail
+            parallel.together.encode = fail
         for message in ("no memory" if last else "", "start the process group anew"):
             try:
                 parallel.execute(self.batch([(1, 8, 8)]))

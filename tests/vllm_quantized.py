@@ -215,6 +215,26 @@ def test_only_the_tower_is_changed(make_model) -> None:
     assert list(plain_weights(scaled)) == scaled
 
 
+def test_layers_in_another_format_are_vllm_s() -> None:
+    """int4 beside FP8, say: vLLM kept those, and loads them."""
+    named = [
+        ("visual.blocks.0.attn.qkv.weight_packed", torch.ones(4, 2, dtype=torch.int32)),
+        ("visual.blocks.0.attn.qkv.weight_scale", torch.full((4, 1), 2.0)),
+    ]
+    found = list(plain_weights(named))
+    assert [name for name, _ in found] == [name for name, _ in named]
+    assert all(ours.equal(theirs) for (_, ours), (_, theirs) in zip(found, named, strict=True))
+
+
+def test_a_plain_tower_inside_another() -> None:
+    """Of models in models; what the configuration had of its own is there again."""
+    config = fake("OnlineQuantizationConfig")
+    config.get_quant_method = own = config.get_quant_method
+    with plain_tower(config), plain_tower(config):
+        assert config.get_quant_method is not own
+    assert config.get_quant_method is own
+
+
 def test_a_vllm_without_these_classes_is_left_as_it_is(make_model, monkeypatch) -> None:
     """KNOWN_FAILURES 27: its own tower serves, quantised, and the engine lives."""
     monkeypatch.setattr(quantized, "_layer_classes", lambda: 1 / 0)
@@ -234,8 +254,24 @@ def test_this_release_has_the_classes_that_are_told_by_name() -> None:
 @pytest.mark.parametrize(
     ("tensors", "problem"),
     [
-        ({"weight": torch.ones(4, 4).to(E4M3)}, "the checkpoint has weight alone"),
-        ({"weight_scale": torch.ones(())}, "the checkpoint has weight_scale alone"),
+        ({"weight": torch.ones(4, 4).to(E4M3)}, "the checkpoint has its weight in e4m3 without a"),
+        ({"weight": torch.ones(4, 4).to(torch.float8_e5m2)}, "the weight is torch.float8_e5m2; qu"),
+        (
+            {
+                "weight_scale": torch.ones(()),
+                "weight_scale_inv": torch.ones(1, 1),
+                "weight": torch.ones(4, 4).to(E4M3),
+            },
+            "the checkpoint has both weight_scale and weight_scale_inv",
+        ),
+        (
+            {
+                "weight_scale": torch.ones(()),
+                "weight": torch.ones(4, 4).to(E4M3),
+                "weight_scale_inv": torch.ones(1, 1),
+            },
+            "the checkpoint has both weight_scale and weight_scale_inv",
+        ),
         (
             {"weight_scale": torch.ones(3), "weight": torch.ones(4, 4).to(E4M3)},
             r"the scale is torch.float32 \(3,\), the weight \(4, 4\); quantised weights are read",

@@ -200,12 +200,18 @@ class EmbeddingWriter:
 
     def _check_folder(self) -> None:
         """A folder with something else in it is no output, and stays as it is; of an output, what
-        a killed run left goes."""
+        a killed run left goes. A link of that name leads to what is not ours."""
         files = sorted(self.folder.iterdir()) if self.folder.is_dir() else []
-        ours = rf"{re.escape(INDEX)}|\d{{6}}\.safetensors|{re.escape(UNFINISHED)}"
-        if others := [file.name for file in files if not re.fullmatch(ours, file.name)]:
+        unfinished = self.folder / UNFINISHED
+        others = [
+            file.name
+            for file in files
+            if not re.fullmatch(rf"{re.escape(INDEX)}|\d{{6}}\.safetensors", file.name)
+            and (file != unfinished or file.is_symlink() or not file.is_dir())
+        ]
+        if others:
             raise ValueError(f"--output {self.folder} holds {others[0]}; name a new folder")
-        shutil.rmtree(self.folder / UNFINISHED, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
     def _resume(self, names: set[str]) -> None:
         for file in (*self._shards(), self.path):

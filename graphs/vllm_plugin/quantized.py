@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitgraph.encoder.quantized import IGNORED, SCALES, dequantize
+from vitgraph.encoder.quantized import IGNORED, SCALES, SUPPORTED, dequantize
 from vitgraph.graphs.vllm_plugin.names import attempt, logger
 
 # Of layers in vLLM, and of tensors in checkpoints; Cosmos3's have no prefix.
@@ -41,6 +41,7 @@ def plain_tower(quant_config: Any) -> Iterator[list[str]]:
         yield names
         return
     own, (LinearBase, UnquantizedLinearMethod) = quant_config.get_quant_method, classes
+    before = vars(quant_config).get("get_quant_method")
 
     def choose(layer: Any, prefix: str) -> Any:
         method = own(layer, prefix)
@@ -57,6 +58,8 @@ def plain_tower(quant_config: Any) -> Iterator[list[str]]:
         yield names
     finally:
         del quant_config.get_quant_method
+        if before is not None:
+            quant_config.get_quant_method = before
     if names:
         logger.info(
             "vitgraph: %d layers of the vision tower, which vLLM would have quantised (%s), are "
@@ -80,29 +83,37 @@ def _is_read(quant_config: Any, layer: Any, method: Any) -> bool:
 
 
 def plain_weights(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """A checkpoint's tensors, the tower's in e4m3 as values times scales, in float32.
+    """A checkpoint's tensors, the tower's in e4m3 as values times scales, in float32. Scales of
+    layers in another format, which vLLM kept, go on as they are.
 
     Raises:
         ValueError: a weight without its scale, or with another than are read, by name.
     """
     waiting: dict[str, dict[str, Tensor]] = {}
+    read: set[str] = set()
     for name, tensor in weights:
         layer, _, part = name.rpartition(".")
-        quantized = part == "weight" and tensor.dtype == torch.float8_e4m3fn
+        quantized = part == "weight" and tensor.is_floating_point() and tensor.itemsize == 1
         if not _TOWER.search(name) or not (quantized or part in {*SCALES, IGNORED}):
             yield name, tensor
             continue
         if part == IGNORED:
             continue
+        if quantized and tensor.dtype != torch.float8_e4m3fn:
+            raise _unread(layer, f"the weight is {tensor.dtype}; {SUPPORTED}")
         parts = waiting.setdefault(layer, {})
         parts[part] = tensor.clone()  # loaders may write the next tensor to the same memory
-        if quantized or "weight" in parts:
-            ready = [scale for scale in SCALES if scale in parts]
-            if ready:
-                del waiting[layer]
-                yield f"{layer}.weight", _product(layer, parts["weight"], parts[ready[0]])
+        scales = [scale for scale in SCALES if scale in parts]
+        if layer in read or len(scales) > 1:
+            raise _unread(layer, f"the checkpoint has both {' and '.join(SCALES)}")
+        if "weight" in parts and scales:
+            del waiting[layer]
+            read.add(layer)
+            yield f"{layer}.weight", _product(layer, parts["weight"], parts[scales[0]])
     for layer, parts in waiting.items():
-        raise _unread(layer, f"the checkpoint has {' and '.join(parts)} alone")
+        if "weight" in parts:
+            raise _unread(layer, "the checkpoint has its weight in e4m3 without a scale")
+        yield from ((f"{layer}.{part}", tensor) for part, tensor in parts.items())
 
 
 def _product(layer: str, weight: Tensor, scale: Tensor) -> Tensor:
