@@ -8,8 +8,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -147,23 +148,24 @@ class EmbeddingWriter:
         self._shard_of |= dict.fromkeys(facts, shard.name)
 
     def _save(self, path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """A whole file or none: written elsewhere, then renamed."""
-        partial = self._unfinished(path.name)
         metadata = {name: json.dumps(about) for name, about in facts.items()}
         metadata[SETTINGS] = json.dumps(self.settings)
-        try:
+        with self._replacing(path) as partial:
             partial.touch()  # with the permissions that files get here; safetensors' own are 0600
             mode = partial.stat().st_mode
             save_file(tensors, partial, metadata=metadata)
             partial.chmod(mode)
-            os.replace(partial, path)
-        finally:
-            shutil.rmtree(partial.parent)
 
-    def _unfinished(self, name: str) -> Path:
+    @contextmanager
+    def _replacing(self, path: Path) -> Iterator[Path]:
+        """A whole file or none: what was written to the yielded path is renamed at the end."""
         folder = self.folder / UNFINISHED
         folder.mkdir(exist_ok=True)
-        return folder / name
+        try:
+            yield folder / path.name
+            os.replace(folder / path.name, path)
+        finally:
+            shutil.rmtree(folder)
 
     def _write_index(self) -> bool:
         """False where it is there, and as it should be."""
@@ -173,10 +175,8 @@ class EmbeddingWriter:
         index = self.folder / INDEX
         if index.exists() and index.read_bytes() == text:
             return False
-        partial = self._unfinished(INDEX)
-        partial.write_bytes(text)
-        os.replace(partial, index)
-        partial.parent.rmdir()
+        with self._replacing(index) as partial:
+            partial.write_bytes(text)
         return True
 
     def _merge(self) -> bool:
