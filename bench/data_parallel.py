@@ -28,7 +28,7 @@ from vitgraph.bench.report import header
 from vitgraph.bench.workloads import BUDGETS, MAX_ITEMS, WORKLOADS
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager
-from vitgraph.graphs.data_parallel import DataParallelEncoder
+from vitgraph.graphs.parallel.data_parallel import DataParallelEncoder
 
 # How the ranks share a batch: `split` of DataParallelEncoder.
 WAYS = {"items": False, "rows": True, "chosen": None}

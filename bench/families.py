@@ -21,8 +21,8 @@ from vitgraph.bench.systems import (
 from vitgraph.bench.workloads import Batch, make_batch
 from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
 from vitgraph.graphs.config import CompilationConfig
-from vitgraph.graphs.data_parallel import DataParallelEncoder
 from vitgraph.graphs.manager import EncoderCudaGraphManager
+from vitgraph.graphs.parallel.data_parallel import DataParallelEncoder
 
 
 def build(

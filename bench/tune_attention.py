@@ -27,6 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 from vitgraph.bench.console import make_console
+from vitgraph.bench.offline import ARCHITECTURES, MAX_SHARED_BYTES, compiling_for
 from vitgraph.bench.options import require
 from vitgraph.bench.outputs import output_file
 from vitgraph.bench.report import header
@@ -34,7 +35,6 @@ from vitgraph.bench.tuning import compile_all, microseconds
 from vitgraph.kernels.attention import attention, attention_reference
 from vitgraph.kernels.attention_config import AttentionConfig, portable_config
 from vitgraph.kernels.attention_schedule import attention_schedule
-from vitgraph.kernels.offline import ARCHITECTURES, MAX_SHARED_BYTES, compiling_for
 
 HEADS, HEAD_DIM = 16, 72
 GATE = "8x1024"  # the case that decides who is timed on those after it

@@ -12,12 +12,7 @@ from torch import Tensor, nn
 
 from vitgraph.encoder.attention.backends import resolve_backend
 from vitgraph.encoder.attention.trial import Heads
-from vitgraph.encoder.checkpoint import (
-    PATCH_EMBED,
-    load_vision_weights,
-    open_checkpoint,
-    our_name,
-)
+from vitgraph.encoder.checkpoint import PATCH_EMBED, load_vision_weights, open_checkpoint, our_name
 from vitgraph.encoder.config import VisionConfig
 from vitgraph.encoder.forward import forward
 from vitgraph.encoder.inputs import (
@@ -261,9 +256,8 @@ class Qwen3VLVisionEncoder(VisionModules):
         if len(grids) == 0:
             return out
         grid_tensor = host_grids(grids, len(grids), self.device).to(self.device, non_blocking=True)
-        seqlens = grids.seqlens
         with on_device(self.device):
-            layout = self.make_layout(grid_tensor, len(pixels), len(seqlens), seqlens)
+            layout = self.make_layout(grid_tensor, len(pixels), len(grids.seqlens), grids.seqlens)
             return self.encode(pixels, layout, out, parallel=parallel)
 
     def check_inputs(self, pixel_values: Any, grid_thw: Any) -> tuple[Tensor, Grids]:

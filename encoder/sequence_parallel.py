@@ -100,8 +100,7 @@ class SequenceParallel:
 
         parts = buffer(self.ranks, capacity, 3 * width)
         qkv = buffer(num_patches, 3, heads.count, heads.dim)
-        attended, own_attended = buffer(num_patches, width), buffer(capacity, width)
-        config = schedule = None
+        own_attended, schedule = buffer(capacity, width), None
         if ops.name == "triton":
             expected = len(layout.seqlens) if layout.seqlens is not None else 1
             config = attention_config(
@@ -115,9 +114,9 @@ class SequenceParallel:
             self._gather(parts, own_qkv.flatten(1))
             ops.collect_rows(parts, own.per_rank, own.keys, qkv.view(num_patches, -1))
             if schedule is not None:
-                attention(qkv, offsets, schedule=schedule, out=attended)
+                attended = attention(qkv, offsets, schedule=schedule)
             else:
-                attended.copy_(attention_reference(qkv, offsets, own.queries))
+                attended = attention_reference(qkv, offsets, own.queries)
             return ops.take_rows(attended, own.queries, own_attended)
 
         return attend

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vitgraph.graphs.budgets import BudgetGraphMetadata
     from vitgraph.graphs.config import CompilationConfig
-    from vitgraph.graphs.data_parallel import DataParallelEncoder
     from vitgraph.graphs.manager import EncoderCudaGraphManager
     from vitgraph.graphs.metrics import EncoderMetrics
+    from vitgraph.graphs.parallel.data_parallel import DataParallelEncoder
     from vitgraph.graphs.protocol import SupportsEncoderCudaGraph
     from vitgraph.graphs.tower import replace_vision_tower, restore_vision_tower
 
@@ -30,7 +30,7 @@ __all__ = [
 _MODULES = {
     "BudgetGraphMetadata": "budgets",
     "CompilationConfig": "config",
-    "DataParallelEncoder": "data_parallel",
+    "DataParallelEncoder": "parallel.data_parallel",
     "EncoderCudaGraphManager": "manager",
     "EncoderMetrics": "metrics",
     "SupportsEncoderCudaGraph": "protocol",

@@ -1,4 +1,4 @@
-"""Which budgets to capture, powers of two or a finer ladder, and what is kept of each."""
+"""Which budgets to capture, powers of two or a finer ladder; what is kept of each, its memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitgraph.encoder import Qwen3VLVisionEncoder
+from vitgraph.encoder.attention.flashinfer import WORKSPACE_BYTES
 from vitgraph.graphs.config import check_name, powers_of_two
+
+# cuBLAS keeps 32 MB for a stream; parts of split attention items take 20 MB.
+OUR_WORKSPACES = 52 << 20
 
 
 @dataclass
@@ -76,3 +81,27 @@ def resolve_budgets(
     if name == "powers_of_two":
         return powers_of_two(smallest, largest)
     return ladder(smallest, largest, int(argument or 4))
+
+
+def estimate_memory(
+    encoder: Qwen3VLVisionEncoder, token_budget: int, *, gathered: bool = False
+) -> int:
+    """Bytes of a captured budget: static pixels and output, and the activations at their peak
+    (four rows of the trunk and the wider of qkv and the MLP), and the workspaces.
+
+    Args:
+        gathered: other ranks compute rows of it, too: their q, k and v twice, and output rows.
+    """
+    config, itemsize = encoder.config, encoder.dtype.itemsize
+    patches = token_budget * config.spatial_merge_size**2
+    widest = max(3 * config.hidden_size, config.intermediate_size)
+    pixels = patches * config.patch_width * encoder.pixel_dtype.itemsize
+    output = token_budget * config.output_width * itemsize
+    activations = patches * (4 * config.hidden_size + widest) * itemsize
+    workspaces = OUR_WORKSPACES if encoder.device.type == "cuda" else 0
+    workspaces += WORKSPACE_BYTES if encoder.plan.attention == "flashinfer" else 0
+    if encoder.fp8_blocks:  # fc2's scales, a float for 128 columns, and one layer's weight
+        activations += config.intermediate_size * (patches // 32 + config.hidden_size)
+    if gathered:
+        activations += patches * 8 * config.hidden_size * itemsize + output
+    return pixels + output + activations + workspaces

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
 from vitgraph.encoder.attention.backends import FREE_OF_EMPTY_SEQUENCES
-from vitgraph.encoder.attention.flashinfer import WORKSPACE_BYTES
 from vitgraph.encoder.inputs import Grid, Grids, check_grids, host_grids
 from vitgraph.encoder.operations import Plan
 from vitgraph.encoder.sequence_parallel import SequenceParallel
+from vitgraph.graphs.budgets import estimate_memory
 from vitgraph.graphs.calibration import calibrate, is_measured
 from vitgraph.graphs.protocol import (
     EncoderCudaGraphCaptureInputs,
@@ -39,8 +39,6 @@ EAGER_SHAPES: tuple[list[Grid], ...] = (
     [(8, 20, 20)],
     [(1, 2, 2)] * 65,
 )
-# cuBLAS keeps 32 MB for a stream; parts of split attention items take 20 MB.
-OUR_WORKSPACES = 52 << 20
 
 
 def as_model(encoder: Any) -> Any:
@@ -136,21 +134,8 @@ class Qwen3VLGraphModel:
         return pixels, grids
 
     def estimate_encoder_memory(self, token_budget: int) -> int:
-        """Bytes of a captured budget: static pixels and output, and the activations at their peak
-        (four rows of the trunk and the wider of qkv and the MLP), and the workspaces."""
-        config = self.config
-        patches = token_budget * config.spatial_merge_size**2
-        widest = max(3 * config.hidden_size, config.intermediate_size)
-        pixels = patches * config.patch_width * self.pixel_dtype.itemsize
-        output = token_budget * config.output_width * self.dtype.itemsize
-        activations = patches * (4 * config.hidden_size + widest) * self.dtype.itemsize
-        workspaces = OUR_WORKSPACES if self.device.type == "cuda" else 0
-        workspaces += WORKSPACE_BYTES if self.module.plan.attention == "flashinfer" else 0
-        if self.module.fp8_blocks:  # fc2's scales, a float for 128 columns, and one layer's weight
-            activations += config.intermediate_size * (patches // 32 + config.hidden_size)
-        if self.parallel is not None:  # q, k and v of all ranks twice, and the output rows
-            activations += patches * 8 * config.hidden_size * self.dtype.itemsize + output
-        return pixels + output + activations + workspaces
+        """Bytes of a captured budget."""
+        return estimate_memory(self.module, token_budget, gathered=self.parallel is not None)
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
         """Describe the graph's inputs."""

@@ -27,8 +27,8 @@ def is_interpreted() -> bool:
 
 
 def capability_of(device: torch.device) -> Capability:
-    """Compute capability of a CUDA device. Elsewhere: what is compiled for (offline.py), or (0, 0)
-    where kernels are interpreted."""
+    """Compute capability of a CUDA device. Elsewhere: of the GPU that is compiled for
+    (bench/offline.py), or (0, 0) where kernels are interpreted."""
     if device.type == "cuda":
         return _cuda_capability(device)
     if is_interpreted():
@@ -61,8 +61,8 @@ def hopper_tier_unavailable(device: torch.device) -> str | None:
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device, or of the one that is compiled for (offline.py); 2 where
-    kernels are interpreted, one program after the other."""
+    """Multiprocessors of a CUDA device, or of the one that is compiled for (bench/offline.py); 2
+    where kernels are interpreted, one program after the other."""
     if device.type == "cuda":
         return _cuda_multiprocessors(device)
     return 2 if is_interpreted() else MULTIPROCESSORS[capability_of(device)]

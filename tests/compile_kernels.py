@@ -247,7 +247,7 @@ def many_capacities() -> None:
 
 def main(arch: str, group: str) -> None:
     """Print the kernels of a group as JSON."""
-    from vitgraph.kernels.offline import compiling_for
+    from vitgraph.bench.offline import compiling_for
 
     # Under Triton 3.9 a launch that leaves `enable_fp_fusion` open warns, and 3.10 turns it off.
     warnings.simplefilter("error")

@@ -205,22 +205,17 @@ def batch():
     return make
 
 
-@pytest.fixture(scope="session")
-def try_on_ranks(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[str], dict[int, list[dict[str, str | None]]]]:
-    """Run the cases of a test file by ranks.py: what went wrong, by world size, rank and case."""
-
-    def run(file: str) -> dict[int, list[dict[str, str | None]]]:
-        folder = tmp_path_factory.mktemp("ranks")
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        script = Path(__file__).with_name("ranks.py")
-        command = [sys.executable, str(script), file, str(folder)]
-        subprocess.run(command, env=environment, timeout=300, check=True)
-        return {
-            int(world.name): [json.loads(path.read_text()) for path in sorted(world.glob("*.json"))]
-            for world in folder.iterdir()
-            if world.is_dir()
-        }
-
-    return run
+@pytest.fixture(scope="module")
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, list[dict[str, str | None]]]:
+    """What went wrong with the cases of a test file, by world size, rank and case (ranks.py)."""
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, Path(__file__).with_name("ranks.py"), request.path, folder]
+    subprocess.run(command, env=environment, timeout=300, check=True)
+    return {
+        int(world.name): [json.loads(path.read_text()) for path in sorted(world.glob("*.json"))]
+        for world in folder.iterdir()
+        if world.is_dir()
+    }

@@ -18,9 +18,9 @@ def run_worlds(module: ModuleType, folder: Path) -> None:
     """Fork the ranks of each world size from this process, which has started no thread."""
     import multiprocessing
 
-    import vitgraph.graphs.data_parallel
+    import vitgraph.graphs.parallel.data_parallel
 
-    assert vitgraph.graphs.data_parallel
+    assert vitgraph.graphs.parallel.data_parallel
     context = multiprocessing.get_context("fork")
     for world in module.WORLDS:
         (folder / str(world)).mkdir()
@@ -58,7 +58,7 @@ def run_rank(module: ModuleType, folder: Path, world: int, rank: int) -> None:
         try:
             getattr(cases, case)()
             found[case] = None
-        except Exception:
+        except BaseException:  # pytest's own are no `Exception`
             found[case] = traceback.format_exc()
     (folder / str(world) / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vitgraph.bench.workloads import WORKLOADS
 from vitgraph.encoder import GEOMETRIES
-from vitgraph.graphs.assignment import Rates, assign, together_pays, work
+from vitgraph.graphs.parallel.assignment import Rates, assign, together_pays, work
 
 sizes = st.lists(st.integers(0, 5000) | st.sampled_from([100, 256]), max_size=40)
 # An H200's: 440 TFLOP/s; 300 GB/s and 30 us a collective over NVLink, 20 GB/s without.

@@ -10,8 +10,8 @@ import pytest
 import torch
 import triton
 
+from vitgraph.bench.offline import ARCHITECTURES, compiling_for
 from vitgraph.kernels.launch import GLUON_RELEASES
-from vitgraph.kernels.offline import ARCHITECTURES, compiling_for
 
 _SPEC = importlib.util.spec_from_file_location(
     "compile_kernels", Path(__file__).parent / "compile_kernels.py"

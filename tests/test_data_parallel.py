@@ -36,11 +36,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def outcomes(try_on_ranks) -> dict[int, list[dict[str, str | None]]]:
-    return try_on_ranks(__file__)
-
-
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_agree_with_one_process(case, world, outcomes) -> None:
@@ -52,7 +47,7 @@ class Cases:
 
     def __init__(self, world: int, rank: int) -> None:
         from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
-        from vitgraph.graphs.data_parallel import DataParallelEncoder
+        from vitgraph.graphs.parallel.data_parallel import DataParallelEncoder
 
         self.world, self.rank = world, rank
         self.make = DataParallelEncoder

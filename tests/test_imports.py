@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,3 +102,12 @@ def test_the_stairs_lead_down() -> None:
     for module, targets in edges().items():
         for target in targets:
             assert floor(target) <= floor(module), f"{module} imports {target}"
+
+
+def test_files_and_folders_stay_small() -> None:
+    """A file is read in one go; a folder's files are seen at once. bench/ is a list."""
+    lines = {module: len(path.read_text().splitlines()) for module, path in FILES.items()}
+    assert {module: count for module, count in lines.items() if count > 300} == {}
+    folders = Counter(path.parent.relative_to(ROOT) for path in FILES.values())
+    del folders[Path("bench")]
+    assert {folder: count for folder, count in folders.items() if count > 14} == {}

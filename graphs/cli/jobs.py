@@ -57,10 +57,9 @@ def encode_files(args: argparse.Namespace, console: Console, errors: Console) ->
         writer = EmbeddingWriter(
             args.output, made, files, overwrite=args.overwrite, shard_bytes=size
         )
-        if writer.done:
-            kept = f"{len(writer.done)} of {len(files)} are in {args.output} already"
-            console.print(kept, markup=False)
-            files = {name: path for name, path in files.items() if name not in writer.done}
+        if done := writer.done:
+            console.print(f"{len(done)} of {len(files)} are in {args.output} already", markup=False)
+            files = {name: path for name, path in files.items() if name not in done}
     job = Job(args, loader, writer, files, console, errors)
     try:
         if files:

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from vitgraph.bench.offline import ARCHITECTURES, CompiledKernel, compiling_for
 from vitgraph.bench.options import checked_geometry
 from vitgraph.encoder import GEOMETRIES, VisionConfig
 from vitgraph.encoder.attention.trial import TAIL
@@ -21,7 +22,6 @@ from vitgraph.encoder.operations import TRITON
 from vitgraph.graphs.config import powers_of_two
 from vitgraph.graphs.qwen3_vl import EAGER_SHAPES, Qwen3VLGraphModel
 from vitgraph.kernels.isolate import isolate
-from vitgraph.kernels.offline import ARCHITECTURES, CompiledKernel, compiling_for
 
 
 def precompile(

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitgraph.encoder.sequence_parallel import SequenceParallel, all_gather
-from vitgraph.graphs.assignment import assign, work
 from vitgraph.graphs.manager import EncoderCudaGraphManager
+from vitgraph.graphs.parallel.assignment import assign, work
+from vitgraph.graphs.parallel.row_parallel import RowParallelEncoder, why_not_by_rows
 from vitgraph.graphs.protocol import look
 from vitgraph.graphs.qwen3_vl import Qwen3VLGraphModel, as_model
-from vitgraph.graphs.row_parallel import RowParallelEncoder, why_not_by_rows
 
 # What a rank says instead of (digest, items).
 INVALID, FAILED = (0, -1), (0, -2)
@@ -125,7 +125,7 @@ class DataParallelEncoder:
             (ranks, together), digest = self._plan(mm_kwargs, sizes), FAILED
             if not together:
                 own = self._encode(mm_kwargs, ranks[self.rank], len(sizes))
-            graphs = together and self.together and self.together.budgets
+            graphs = self.together.budgets if together and self.together else ()
             run = self._calls, self.dtype, together, graphs
             digest = _digest(run, mm_kwargs, sizes)
         except Exception as mistake:  # the others wait for this rank: tell them first

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from vitgraph.encoder.inputs import Grid
 from vitgraph.encoder.sequence_parallel import SequenceParallel
-from vitgraph.graphs.assignment import Rates, measure, together_pays
 from vitgraph.graphs.manager import EncoderCudaGraphManager
+from vitgraph.graphs.parallel.assignment import Rates, measure, together_pays
 from vitgraph.graphs.qwen3_vl import Qwen3VLGraphModel
+from vitgraph.kernels.launch import on_device
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,8 @@ class RowParallelEncoder:
         manager = EncoderCudaGraphManager(self.model, config, log_interval=0)
         manager.capture()
         every: list[Any] = [None] * self.parallel.ranks
-        dist.all_gather_object(every, manager.budgets, group=self.parallel.group)
+        with on_device(self.model.device):  # NCCL sends objects through the current GPU
+            dist.all_gather_object(every, manager.budgets, group=self.parallel.group)
         if all(captured == every[0] for captured in every):
             self.manager = manager
         else:
@@ -76,8 +78,8 @@ class RowParallelEncoder:
     @property
     def budgets(self) -> tuple[int, ...]:
         """Those that are replayed now."""
-        captured = self.manager is not None and self.manager.is_captured()
-        return self.manager.budgets if self.manager is not None and captured else ()
+        manager = self.manager
+        return manager.budgets if manager is not None and manager.is_captured() else ()
 
     def pays(self, grids: Sequence[Grid], ranks: list[list[int]]) -> bool:
         """Whether it is estimated to be faster than each rank on the items of `ranks`."""

@@ -1,0 +1,1 @@
+"""One batch on several ranks: items or rows shared out, and which of the two is faster."""
