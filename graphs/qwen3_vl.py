@@ -29,14 +29,17 @@ KEYS = {
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
 
-# One batch for each way that tiles, attention and layout are chosen by size; the last has more
-# items than 64.
+# One batch for each way that tiles, attention and layout are chosen by size, of patches and of
+# tokens; the last has more items than 64.
 EAGER_SHAPES: tuple[list[Grid], ...] = (
     [(1, 2, 2)],
     [(1, 20, 20)],
+    [(1, 22, 22)],
     [(1, 32, 32)],
+    [(1, 44, 44)],
     [(1, 64, 64)],
     [(8, 20, 20)],
+    [(8, 40, 40)],
     [(1, 2, 2)] * 65,
 )
 

@@ -287,9 +287,11 @@ def test_layers_of_the_8b_tower(rng, capacity, real, name, config):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [None, *CANDIDATES.values()], ids=["table", *CANDIDATES])
-def test_sums_are_promoted(rng, config):
-    """4304 products of one sign: Hopper's 14 bits alone would lose some 0.4 % of their sum."""
+@pytest.mark.parametrize("name", ["table", "128x128", "64x128, two programs"])
+def test_sums_are_promoted(rng, name):
+    """4304 products of one sign: Hopper's 14 bits alone would lose some 0.4 % of their sum. Of the
+    candidates, those that have memory for float32 outputs."""
+    config = CANDIDATES.get(name)
     x = (1 + torch.rand(256, 4304, generator=rng, device=rng.device)).to(E4M3)
     weight = 1 + torch.rand(128, 4304, generator=rng, device=rng.device)
     layer = quantize_reference(weight, torch.zeros(128, device=rng.device))

@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
-from vitgraph.encoder.operations import Plan
+from vitgraph.encoder.operations import LAYERS, Plan
 from vitgraph.graphs import SupportsEncoderCudaGraph, qwen3_vl
+from vitgraph.graphs.calibration import layer_of
 from vitgraph.graphs.qwen3_vl import Qwen3VLGraphModel, as_model
+from vitgraph.kernels import attention_config, linear
+from vitgraph.kernels.sm90 import attention as sm90_attention
 
 
 def test_an_encoder_becomes_a_model_once(encoder) -> None:
@@ -92,3 +95,40 @@ def test_a_replay_of_no_items(linear_dtype) -> None:
     captured.buffers["grid_thw"].zero_()
     out = model.encoder_cudagraph_forward(captured.mm_kwargs, captured.buffers)
     assert out.shape == (0, encoder.config.output_width)
+
+
+@pytest.mark.parametrize("geometry", ["2b", "8b"])
+def test_eager_forwards_before_a_capture_choose_in_every_way(geometry, monkeypatch) -> None:
+    """KNOWN_FAILURES 12: on a Hopper GPU with its kernels, a miss of any size compiles nothing."""
+    for module in (linear, attention_config):
+        monkeypatch.setattr(module, "capability_of", lambda device: (9, 0))
+        monkeypatch.setattr(module, "hopper_tier_unavailable", lambda device: None)
+    monkeypatch.setattr(attention_config, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(sm90_attention, "hopper_tier_unavailable", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with torch.device("meta"):
+        encoder = Qwen3VLVisionEncoder(GEOMETRIES[geometry], dtype=torch.bfloat16, ops="torch")
+    cuda, heads = torch.device("cuda"), encoder.config.num_heads
+    layers = {name: layer_of(encoder, name) for name in LAYERS}
+
+    def ways(patches: int, sequences: tuple[int, ...]) -> set:
+        found = set()
+        for name, layer in layers.items():
+            rows = patches // 4 if layer.per_token else patches
+            shape = torch.bfloat16, rows, *layer.modules[0].weight.shape
+            provider = linear.linear_providers(cuda, *shape)[0]
+            tiles = linear.linear_config((9, 0), *shape) if provider == "triton" else None
+            found.add((name, provider, tiles))
+        for count in sequences:
+            about = heads, encoder.config.head_dim, torch.bfloat16, cuda
+            found.add(attention_config.attention_config(patches, count, *about))
+        return found
+
+    shapes = [
+        (sum(t * h * w for t, h, w in grids), sum(t for t, _, _ in grids))
+        for grids in qwen3_vl.EAGER_SHAPES
+    ]
+    warm = set().union(*(ways(patches, (frames,)) for patches, frames in shapes))
+    every = range(4, 1 << 16, 4)
+    needed = set().union(*(ways(n, (1, 2, 4, 8, 16, 64, n // 4)) for n in every))
+    assert needed - warm == set()

@@ -63,6 +63,9 @@ def load_vllm(heads: Heads) -> Varlen:
             max_seqlen_k=longest,
             cu_seqlens_k=offsets,
             out=torch.empty(q.shape, dtype=q.dtype, device=q.device),
+            # By default FlashAttention 3 divides the keys of long sequences, and what it makes of
+            # the parts leaves those out whose sum is NaN: such an item would get numbers.
+            num_splits=1,
             fa_version=version,
         )
 
