@@ -115,6 +115,7 @@ def main() -> int:
             lanes=max(1, args.gpus // gpus_per_engine),
             gpus_per_lane=gpus_per_engine,
             at_once=args.at_once,
+            only=args.only,
             work=work,
             seconds=args.seconds - (time.monotonic() - started),
             engine_seconds=args.engine_seconds,

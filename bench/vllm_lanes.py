@@ -133,6 +133,7 @@ def run_lanes(
     save: Callable[[dict, dict], None],
     gpus_per_lane: int = 1,
     at_once: int = 1,
+    only: Sequence[str] | None = None,
 ) -> list[str]:
     """Run all engines.
 
@@ -142,6 +143,7 @@ def run_lanes(
         at_once: engines that share a GPU.
         seconds: for everything; `engine_seconds` for one engine.
         save: called with the spec and the outcome of every engine, one call at a time.
+        only: names of the engines to run, instead of all.
 
     Returns:
         Names of the engines there was no time for.
@@ -153,6 +155,9 @@ def run_lanes(
     names = [spec["name"] for unit in units for spec in unit]
     if repeated := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"engines asked for twice: {', '.join(sorted(repeated))}")
+    if unknown := sorted({*(only or ())} - {*names}):
+        raise ValueError(f"--only {unknown[0]!r} is none of {', '.join(names)}")
+    units = [[spec for spec in unit if only is None or spec["name"] in only] for unit in units]
     if len(devices) < lanes * gpus_per_lane:
         raise ValueError(f"{lanes * gpus_per_lane} GPUs are asked for, {len(devices)} are visible")
     waiting, skipped, failures, lock = list(units), [], [], threading.Lock()

@@ -84,6 +84,7 @@ def run_units(
             units(args, model, **more),
             lanes=args.gpus,
             at_once=args.at_once,
+            only=args.only,
             work=work,
             seconds=args.seconds - (time.monotonic() - started),
             engine_seconds=args.engine_seconds,

@@ -42,6 +42,9 @@ def parse_arguments(
     parser.add_argument(
         "--engine-seconds", type=float, default=engine_seconds, help="for one engine"
     )
+    parser.add_argument(
+        "--only", nargs="+", default=None, help='engines by name: "FLASH_ATTN graph vllm"'
+    )
     parser.add_argument("--save", type=Path, default=None, help="JSON, written as it grows")
     parser.add_argument("--engine", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()

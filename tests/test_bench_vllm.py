@@ -101,6 +101,14 @@ def test_engines_that_are_compared_share_a_gpu(script, tmp_path, monkeypatch) ->
         run(script, units, tmp_path, lanes=3)
 
 
+def test_some_engines_of_all(script, tmp_path) -> None:
+    units = [[{"name": f"{unit} {tower}", "tower": tower} for tower in ("x", "y")] for unit in "ab"]
+    outcomes, skipped = run(script, units, tmp_path, only=["b x", "a y"])
+    assert (list(outcomes), skipped) == (["a y", "b x"], [])
+    with pytest.raises(ValueError, match="--only 'c x' is none of a x, a y, b x, b y"):
+        run(script, units, tmp_path, only=["a x", "c x"])
+
+
 def test_what_an_engine_did_before_it_failed_is_kept(script, tmp_path) -> None:
     units = [[{"name": name, "tower": "vllm"} for name in ("fails", "hangs", "works")]]
     outcomes, _ = run(script, units, tmp_path, engine_seconds=2)
