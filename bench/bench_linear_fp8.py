@@ -9,7 +9,15 @@ import pytest
 from vitgraph.bench.tune_linear_fp8 import LAYERS, Problem
 
 # (real rows, capacity)
-ROWS = [(400, 400), (1024, 1024), (2048, 2048), (4096, 4096), (8160, 8160), (16384, 16384), (8400, 16384)]
+ROWS = [
+    (400, 400),
+    (1024, 1024),
+    (2048, 2048),
+    (4096, 4096),
+    (8160, 8160),
+    (16384, 16384),
+    (8400, 16384),
+]
 
 
 @pytest.mark.parametrize(("real", "capacity"), ROWS)
