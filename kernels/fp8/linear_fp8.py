@@ -54,8 +54,8 @@ def linear_fp8(
     written.
 
     Args:
-        config: tiles of the portable kernel or of the Gluon one (Hopper; `out` of 16 or 8 bits,
-            addresses and rows multiples of 16 bytes), instead of the table's.
+        config: tiles of the portable kernel or of the Gluon one (Hopper; `out` of 16 bits, or of
+            8 without a residual; addresses and rows multiples of 16 bytes), instead of the table's.
 
     Raises:
         ValueError: shapes, strides or dtypes do not fit, the GPU has no e4m3, or the Gluon kernel
@@ -90,6 +90,8 @@ def _unfit_for_hopper(
         return reason
     if out.dtype.itemsize > 2:
         return f"writes 16 or 8 bits, not {out.dtype}"
+    if residual is not None and out.dtype == E4M3:
+        return "adds no residual of 8 bits"
     return None if is_aligned(x, weight, residual, out) else "needs rows aligned to 16 bytes"
 
 

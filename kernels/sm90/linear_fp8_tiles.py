@@ -63,23 +63,20 @@ def finish(
     scale_ptr, bias_ptr, residual_desc, out_ptr, out_stride, out_desc, out_scale_ptr = outputs
     left, right = acc.reshape([64, 2, 64]).permute((0, 2, 1)).split()
     left = _activated(left, col, scale_ptr, bias_ptr, N, ACTIVATION, ROUNDED)
-    if out_scale_ptr is None:
-        if residual_desc is not None:
-            left += staging.index(FIRST).load(LAYOUT).to(gl.float32)
-        store(left, row, col, staging.index(FIRST), out_ptr, out_stride, out_desc, num_rows, N)
     right = _activated(right, col + 64, scale_ptr, bias_ptr, N, ACTIVATION, ROUNDED)
     if residual_desc is not None:
+        left += staging.index(FIRST).load(LAYOUT).to(gl.float32)
         right += staging.index(FIRST + 1).load(LAYOUT).to(gl.float32)
     if out_scale_ptr is not None:
         # Columns past N are zero. A NaN is left out here, and stays in its value.
         largest = gl.maximum(gl.max(gl.abs(left), axis=1), gl.max(gl.abs(right), axis=1))
         out_scale = gl.maximum(largest / 448, LEAST)
         rows = row.to(gl.int64) + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-        scales = out_scale_ptr + (col // 128).to(gl.int64) * capacity + rows
-        gl.store(scales, out_scale, mask=(rows < num_rows) & (col < N))
+        scales = out_scale_ptr + (col // COLS).to(gl.int64) * capacity + rows
+        gl.store(scales, out_scale, mask=rows < num_rows)
         inverse = (1 / out_scale)[:, None]
         left, right = left * inverse, right * inverse
-        store(left, row, col, staging.index(FIRST), out_ptr, out_stride, out_desc, num_rows, N)
+    store(left, row, col, staging.index(FIRST), out_ptr, out_stride, out_desc, num_rows, N)
     store(
         right, row, col + 64, staging.index(FIRST + 1), out_ptr, out_stride, out_desc, num_rows, N
     )
