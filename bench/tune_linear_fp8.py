@@ -1,9 +1,11 @@
-"""Time the candidates of kernels/fp8/linear_fp8_config.py on this GPU.
+"""Time the candidates of kernels/fp8/linear_fp8_config.py on this GPU, beside bf16.
 
-    python -m vitgraph.bench.tune_linear_fp8 [--layers qkv] [--rows 8160] [--save FILE]
+    python -m vitgraph.bench.tune_linear_fp8 [--layers qkv] [--rows 8160] [--kernels gluon] \
+        [--save FILE]
 
-Every candidate is checked against the reference, then timed inside a captured graph whose launches
-rotate the weights. Candidates may spill some registers; what the table takes must not.
+Every candidate, of the portable kernel ("triton") and of the one for Hopper ("gluon"), is checked
+against the reference, then timed inside a captured graph whose launches rotate the weights; so is
+our own linear in bf16. Candidates may spill some registers; what the table takes must not.
 """
 
 import argparse
@@ -29,8 +31,14 @@ from vitgraph.kernels.fp8.linear_fp8 import (
     quantize_tiles,
     scales_of,
 )
-from vitgraph.kernels.fp8.linear_fp8_config import CANDIDATES, linear_fp8_config
+from vitgraph.kernels.fp8.linear_fp8_config import (
+    CANDIDATES,
+    HOPPER_CANDIDATES,
+    hopper_fp8_config,
+    linear_fp8_config,
+)
 from vitgraph.kernels.fp8.quantize import E4M3, quantize, to_e4m3
+from vitgraph.kernels.launch import hopper_tier_unavailable
 from vitgraph.kernels.layer_norm import normalized_scale
 from vitgraph.kernels.linear import linear
 
@@ -41,6 +49,7 @@ LAYERS = {
     "fc2": (1152, 4304, None, True),
 }
 ROWS = (400, 1024, 4096, 8160, 16384)
+KERNELS = {"triton": CANDIDATES, "gluon": HOPPER_CANDIDATES}
 WEIGHTS = 8  # copies the launches of a graph take in turn
 TOLERANCE = {torch.bfloat16: 2.5e-3, E4M3: 3.5e-2}  # of outputs; in e4m3 half a step is 2^-4
 
@@ -86,6 +95,11 @@ class Problem:
             num_rows=self.num_rows, out=out, out_scale=out_scale, **options,
         )  # fmt: skip
 
+    def portable(self, weight, layer, out16, out, out_scale):
+        shape = (self.capacity, self.out_features, self.in_features)
+        config = linear_fp8_config(torch.cuda.get_device_capability(), *shape)
+        return self.fp8(weight, layer, out16, out, out_scale, config=config)
+
     def bf16(self, weight, layer, out16, out, out_scale):
         return linear(
             self.x16, weight, self.bias, activation=self.activation, residual=self.residual,
@@ -116,26 +130,40 @@ class Problem:
         assert error < TOLERANCE[out.dtype], f"relative error {error:.2e}"
 
 
-def time_all(name: str, rows: int, table: Table) -> list[dict]:
-    """A line and a row of the result for every candidate of a layer."""
+def time_all(name: str, rows: int, kernels: list[str], table: Table) -> list[dict]:
+    """A line and a row of the result for every candidate of a layer, and for bf16."""
     problem = Problem(name, rows, rows)
     buffers = [problem.layer() for _ in range(WEIGHTS)]
-    capability = torch.cuda.get_device_capability()
-    own = linear_fp8_config(capability, rows, problem.out_features, problem.in_features)
+    flops = 2 * rows * problem.out_features * problem.in_features
+    own = config_of_table(rows, problem.out_features, problem.in_features)
     results = []
-    for label, config in CANDIDATES.items():
+
+    def add(label: str, us: float | None, reason: str = "", **fields: object) -> None:
+        numbers = (f"{us:.1f}", f"{flops / us / 1e6:.0f}") if us else (reason, "")
+        table.add_row(name, str(rows), *numbers, label)
+        results.append({"layer": name, "rows": rows, "tiles": label, "us": us} | fields)
+
+    add("bf16 linear", microseconds([partial(problem.bf16, *each) for each in buffers]))
+    for label, config in (pair for kernel in kernels for pair in KERNELS[kernel].items()):
         us, reason = None, ""
         try:
             problem.check(buffers[0], config=config)
             us = microseconds([partial(problem.fp8, *each, config=config) for each in buffers])
         except Exception as error:  # wrong, or too large for this GPU
             reason = f"{type(error).__name__}: {error}"[:60]
-        flops = 2 * rows * problem.out_features * problem.in_features
-        numbers = (f"{us:.1f}", f"{flops / us / 1e6:.0f}") if us else (reason, "")
-        table.add_row(name, str(rows), *numbers, label + " (table)" * (config == own))
-        large = {"large": named(config.large), "small": named(config.small)}
-        results.append({"layer": name, "rows": rows, "us": us} | asdict(config) | large)
+        fields = asdict(config)
+        fields |= {key: named(fields[key]) for key in ("large", "small") if key in fields}
+        add(label + " (table)" * (config == own), us, reason, **fields)
     return results
+
+
+def config_of_table(rows: int, out_features: int, in_features: int) -> object:
+    """What `linear_fp8` takes by itself on this GPU."""
+    own = None
+    if not hopper_tier_unavailable(torch.device("cuda")):
+        own = hopper_fp8_config(rows)
+    capability = torch.cuda.get_device_capability()
+    return own or linear_fp8_config(capability, rows, out_features, in_features)
 
 
 def main() -> None:
@@ -143,12 +171,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", nargs="+", default=list(LAYERS), choices=LAYERS)
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
+    parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
     parser.add_argument("--save", type=output_file, default=None, help="all of them, as JSON")
     args = parser.parse_args()
     require(torch.cuda.is_available(), "a CUDA GPU, and torch sees none")
     gpu = torch.cuda.get_device_name()
     table = Table("layer", "rows", "us", "TFLOP/s", "tiles", title=gpu, box=None)
-    results = [one for n in args.layers for rows in args.rows for one in time_all(n, rows, table)]
+    results = [
+        one
+        for name in args.layers
+        for rows in args.rows
+        for one in time_all(name, rows, args.kernels, table)
+    ]
     make_console().print(table)
     if args.save:
         args.save.write_text(json.dumps(header() | {"results": results}, indent=1) + "\n")

@@ -116,6 +116,7 @@ def test_tune_linear_fp8_prints_what_it_timed_and_what_failed(
     from vitgraph.bench import tune_linear_fp8
 
     wrong, slow, *others = tune_linear_fp8.CANDIDATES.values()
+    gluon = tune_linear_fp8.HOPPER_CANDIDATES.values()
 
     class Problem:
         out_features, in_features = 1152, 4304
@@ -132,12 +133,16 @@ def test_tune_linear_fp8_prints_what_it_timed_and_what_failed(
         def fp8(self, config):
             return config
 
+        def bf16(self):
+            pass
+
     monkeypatch.setattr(tune_linear_fp8, "Problem", Problem)
     monkeypatch.setattr(
         tune_linear_fp8,
         "microseconds",
-        lambda calls: 30.0 if calls[0].keywords["config"] == slow else 10.0,
+        lambda calls: 30.0 if calls[0].keywords.get("config") == slow else 10.0,
     )
+    monkeypatch.setattr(tune_linear_fp8, "hopper_tier_unavailable", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -146,7 +151,9 @@ def test_tune_linear_fp8_prints_what_it_timed_and_what_failed(
     monkeypatch.setattr(sys, "argv", ["tune_linear_fp8.py", *arguments])
     tune_linear_fp8.main()
     saved = json.loads(path.read_text())["results"]
-    assert [row["us"] for row in saved] == [None, 30.0, *[10.0] * len(others)]
+    times = [10.0, None, 30.0, *[10.0] * (len(others) + len(gluon))]  # the first is bf16's
+    assert [row["us"] for row in saved] == times
+    assert {"consumers", "large"} <= {key for row in saved for key in row}
     printed = capsys.readouterr().out
     assert "relative error 1" in printed and printed.count("(table)") == 1
 

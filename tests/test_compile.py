@@ -62,6 +62,8 @@ def test_no_spills_under_any_release(release, group, arch):
     expected = set(KERNELS[group])
     if arch == "sm_90" and group == "core":
         expected |= {"linear_sm90_kernel"}
+    if arch == "sm_90" and group == "fp8":
+        expected |= {"linear_fp8_sm90_kernel"}
     assert expected <= names
     assert [k for k in kernels if k["stack_bytes"]] == []
 

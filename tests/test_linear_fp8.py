@@ -1,7 +1,8 @@
 """linear_fp8 against float64: of the quantised operands, tightly, and of those before.
 
 The CPU runs small tiles through the interpreter, whose conversions to e4m3 are mended in
-conftest.py; marked `gpu`, the checked-in table and the candidates run the layers of the 8B tower.
+conftest.py; marked `gpu`, the checked-in table and the candidates, those of the Gluon kernel among
+them, run the layers of the 8B tower.
 """
 
 import pytest
@@ -14,12 +15,20 @@ from vitgraph.kernels.fp8.linear_fp8 import (
     quantize_tiles,
     scales_of,
 )
-from vitgraph.kernels.fp8.linear_fp8_config import CANDIDATES
+from vitgraph.kernels.fp8.linear_fp8_config import (
+    CANDIDATES,
+    HOPPER,
+    HOPPER_CANDIDATES,
+    HOPPER_ROWS,
+    HopperConfig,
+)
 from vitgraph.kernels.fp8.quantize import E4M3, QuantizedLinear, quantize_reference, to_e4m3
+from vitgraph.kernels.launch import hopper_tier_unavailable
 from vitgraph.kernels.layer_norm import normalized_scale
 from vitgraph.kernels.linear_config import LinearConfig, Tile
 
 BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
+GPU = torch.device("cuda", 0)
 POINTERS = LinearConfig(
     Tile(32, 256, 128, stages=2, parts=2), Tile(16, 128, 128, stages=2), small_rows=20
 )
@@ -27,6 +36,11 @@ CONFIGS = [
     pytest.param(POINTERS, id="pointers"),
     pytest.param(LinearConfig(**{**vars(POINTERS), "descriptors": True}), id="descriptors"),
 ]
+GLUON = [pytest.param(HOPPER_CANDIDATES[name], id=name, marks=pytest.mark.gpu)
+         for name in HOPPER_CANDIDATES]  # fmt: skip
+EVERY_CONFIG = [pytest.param(None, id="table")]
+EVERY_CONFIG += [pytest.param(CANDIDATES[name], id=name) for name in CANDIDATES]
+EVERY_CONFIG += GLUON
 # capacity, real rows
 ROWS = [
     pytest.param(33, 0, id="zero_rows"),
@@ -134,24 +148,34 @@ def check(rng, launch, epilogue, capacity, real, layer_sizes, tiled, dtype):
 
 
 def with_tiles(config):
+    if isinstance(config, HopperConfig) and (reason := hopper_tier_unavailable(GPU)):
+        pytest.skip(reason)
     return lambda *arguments, **options: linear_fp8(*arguments, **options, config=config)
 
 
+def widest(config):
+    """The widest output that a kernel writes."""
+    return torch.float16 if isinstance(config, HopperConfig) else torch.float32
+
+
 @pytest.mark.parametrize("tiled", [False, True], ids=["one_scale", "tile_scales"])
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", [*CONFIGS, *GLUON])
 @pytest.mark.parametrize(("capacity", "real"), ROWS)
 def test_rows(rng, capacity, real, config, tiled):
     # 304 columns and a depth of 208: the last tile and the last step are partial, one part is empty
     launch = with_tiles(config)
     for epilogue in ("in_place", "gelu_e4m3"):
-        check(rng, launch, epilogue, capacity, real, (304, 208), tiled, torch.float32)
+        check(rng, launch, epilogue, capacity, real, (304, 208), tiled, widest(config))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
 @pytest.mark.parametrize("tiled", [False, True], ids=["one_scale", "tile_scales"])
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 def test_epilogues(rng, epilogue, tiled, dtype):
-    for config in (*(p.values[0] for p in CONFIGS), None):  # the table's, too
+    configs = [*(p.values[0] for p in CONFIGS), None]  # the table's, too
+    if dtype != torch.float32 and not hopper_tier_unavailable(rng.device):
+        configs.append(HOPPER)
+    for config in configs:
         check(rng, with_tiles(config), epilogue, 40, 35, (304, 144), tiled, dtype)
 
 
@@ -161,28 +185,29 @@ def test_depths_of_the_towers(rng, in_features):
     check(rng, with_tiles(config), "plain", 17, 17, (24, in_features), True, torch.float32)
 
 
-def test_the_tail_of_the_depth_counts(rng):
+@pytest.mark.parametrize("config", [pytest.param(None, id="table"), *GLUON])
+def test_the_tail_of_the_depth_counts(rng, config):
     """The last tile of fc2 has 80 of 128 columns: end to end nobody would miss it."""
+    launch = with_tiles(config)
     x, x_scale, layer, _ = make(rng, 20, 128, 4304, True, torch.float32)
     x[:, :4224] = 0
     x_scale[-1] = 3.0
-    out = torch.empty(20, 128, device=x.device)
-    linear_fp8(x, x_scale, layer, out=out)
+    out = torch.empty(20, 128, dtype=widest(config), device=x.device)
+    launch(x, x_scale, layer, out=out)
     truth = truth_of(x, x_scale, layer, None, None)
     assert rows_error(out, truth) < (SUM_ERROR if rng.device.type == "cpu" else GPU_ERROR)
     assert (truth - layer.bias).abs().amax() > 1
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", [*CONFIGS, *GLUON])
 def test_what_is_not_finite_stays_in_its_row(rng, config):
+    launch = with_tiles(config)
     x, x_scale, layer, _ = make(rng, 40, 304, 208, True, torch.float32)
 
     def run():
         out = torch.empty(40, 304, dtype=E4M3, device=x.device)
         out_scale = scales_of(40, 304, x.device)
-        linear_fp8(
-            x, x_scale, layer, activation="gelu_tanh", out=out, out_scale=out_scale, config=config
-        )
+        launch(x, x_scale, layer, activation="gelu_tanh", out=out, out_scale=out_scale)
         return dequantize(out, out_scale, torch.float32), out_scale
 
     clean, _ = run()
@@ -194,9 +219,10 @@ def test_what_is_not_finite_stays_in_its_row(rng, config):
     assert dirty[5].isnan().all()
     # what is not finite is seen by the next layer, in every tile
     assert not dirty[33].isfinite().all()
-    again = torch.empty(40, 128, device=x.device)
-    following = quantize_reference(torch.randn(128, 304).to(x.device), again[0].clone().zero_())
-    linear_fp8(to_e4m3(dirty), scales, following, out=again, config=config)
+    again = torch.empty(40, 128, dtype=widest(config), device=x.device)
+    following = quantize_reference(torch.randn(128, 304), torch.zeros(128))
+    following = QuantizedLinear(*(part.to(x.device) for part in following))
+    launch(to_e4m3(dirty), scales, following, out=again)
     assert again[5].isnan().all() and again[33].isnan().all()
     assert again[others].isfinite().all()
 
@@ -274,11 +300,46 @@ def test_an_older_gpu_is_refused_by_name(rng, monkeypatch):
         linear_fp8(x, x_scale, layer, out=residual)
 
 
+def test_the_gluon_kernel_is_refused_where_it_cannot_serve(rng, monkeypatch):
+    from vitgraph.kernels.fp8 import linear_fp8 as module
+
+    x, x_scale, layer, residual = make(rng, 4, 304, 144, True, torch.float32)
+    if rng.device.type == "cpu":
+        with pytest.raises(ValueError, match=r"Gluon kernel needs compute capability 9\.0"):
+            linear_fp8(x, x_scale, layer, out=residual, config=HOPPER)
+    monkeypatch.setattr(module, "hopper_tier_unavailable", lambda device: None)
+    with pytest.raises(ValueError, match=r"writes 16 or 8 bits, not torch\.float32"):
+        linear_fp8(x, x_scale, layer, out=residual, config=HOPPER)
+    apart = torch.empty(4, 305, dtype=torch.float16, device=x.device)[:, :304]
+    with pytest.raises(ValueError, match="needs rows aligned to 16 bytes"):
+        linear_fp8(x, x_scale, layer, out=apart, config=HOPPER)
+
+
+def test_the_gluon_kernel_serves_large_capacities_on_hopper(rng, monkeypatch):
+    from vitgraph.kernels.fp8 import linear_fp8 as module
+    from vitgraph.kernels.sm90 import linear_fp8 as hopper
+
+    launched = []
+    monkeypatch.setattr(module, "hopper_tier_unavailable", lambda device: None)
+    monkeypatch.setattr(hopper, "linear_fp8_sm90", lambda *operands: launched.append(operands))
+    monkeypatch.setattr(module, "linear_fp8_triton", lambda *operands: launched.append("portable"))
+    for rows, dtype in ((HOPPER_ROWS - 1, E4M3), (HOPPER_ROWS, E4M3), (HOPPER_ROWS, torch.float32)):
+        x, _, layer, out = make(rng, rows, 16, 16, False, torch.float32)
+        out_scale = scales_of(rows, 16, x.device) if dtype == E4M3 else None
+        linear_fp8(x, 0.1, layer, out=out.to(dtype), out_scale=out_scale)
+    assert [one if one == "portable" else one[-1] for one in launched] == [
+        "portable",
+        HOPPER,
+        "portable",
+    ]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [None, *CANDIDATES.values()], ids=["table", *CANDIDATES])
+@pytest.mark.parametrize("config", EVERY_CONFIG)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize(
-    ("capacity", "real"), [(8160, 8160), (400, 399), (6000, 777), (16384, 8401)]
+    ("capacity", "real"),
+    [(8160, 8160), (6000, 777), (16384, 8401), *((400, n) for n in (1, 63, 64, 65, 130, 399, 400))],
 )
 def test_layers_of_the_8b_tower(rng, capacity, real, name, config):
     epilogue = {"qkv": "plain", "fc1": "gelu_e4m3", "fc2": "in_place"}[name]
@@ -287,26 +348,48 @@ def test_layers_of_the_8b_tower(rng, capacity, real, name, config):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["table", "128x128", "64x128, two programs"])
-def test_sums_are_promoted(rng, name):
-    """4304 products of one sign: Hopper's 14 bits alone would lose some 0.4 % of their sum. Of the
-    candidates, those that have memory for float32 outputs."""
-    config = CANDIDATES.get(name)
+@pytest.mark.parametrize("config", GLUON)
+@pytest.mark.parametrize("name", LAYERS)
+def test_repeats_bitwise(rng, name, config):
+    """A missing barrier would show as an error that moves."""
+    launch, expands = with_tiles(config), name == "fc1"
+    x, x_scale, layer, residual = make(rng, 8160, *LAYERS[name], name == "fc2", torch.bfloat16)
+    results = []
+    for _ in range(20):
+        out = torch.full_like(residual, float("nan")).to(E4M3 if expands else residual.dtype)
+        out_scale = scales_of(8160, LAYERS[name][0], x.device) if expands else None
+        added = residual if name == "fc2" else None
+        launch(x, x_scale, layer, residual=added, out=out, out_scale=out_scale)
+        results.append(
+            out.float() if out_scale is None else dequantize(out, out_scale, out_scale.dtype)
+        )
+        assert torch.equal(results[0], results[-1])
+        del results[1:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", EVERY_CONFIG)
+def test_sums_are_promoted(rng, config):
+    """4304 products of one sign: Hopper's 14 bits alone would lose some 0.4 % of their sum. Not
+    every tile has memory for float32 outputs; float16 rounds by 2.4e-4."""
+    launch = with_tiles(config)
     x = (1 + torch.rand(256, 4304, generator=rng, device=rng.device)).to(E4M3)
     weight = 1 + torch.rand(128, 4304, generator=rng, device=rng.device)
     layer = quantize_reference(weight, torch.zeros(128, device=rng.device))
     x_scale = scales_of(256, 4304, x.device).fill_(1)
-    out = torch.empty(256, 128, device=x.device)
+    out = torch.empty(256, 128, dtype=torch.float16, device=x.device)
     for scale in (1.0, x_scale):
-        linear_fp8(x, scale, layer, out=out, config=config)
+        launch(x, scale, layer, out=out)
         assert rows_error(out, truth_of(x, scale, layer, None, None)) < 5e-4
 
 
 @pytest.mark.gpu
-def test_addresses_past_int32(rng):
+@pytest.mark.parametrize("config", [pytest.param(None, id="table"), *GLUON])
+def test_addresses_past_int32(rng, config):
     """Rows 2^24 bytes apart: the last of 300 starts past 2^32."""
+    launch = with_tiles(config)
     x, x_scale, layer, residual = make(rng, 300, 128, 144, False, torch.bfloat16)
-    expected = linear_fp8(x, x_scale, layer, out=torch.empty_like(residual))
+    expected = launch(x, x_scale, layer, out=torch.empty_like(residual))
     apart = torch.empty(300 * 2**24, dtype=E4M3, device=x.device).as_strided((300, 144), (2**24, 1))
     apart.copy_(x)
-    assert torch.equal(linear_fp8(apart, x_scale, layer, out=residual), expected)
+    assert torch.equal(launch(apart, x_scale, layer, out=residual), expected)

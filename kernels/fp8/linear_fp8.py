@@ -13,7 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitgraph.kernels.fp8.linear_fp8_config import SCALE_TILE, linear_fp8_config
+from vitgraph.kernels.fp8.linear_fp8_config import (
+    SCALE_TILE,
+    HopperConfig,
+    hopper_fp8_config,
+    linear_fp8_config,
+)
 from vitgraph.kernels.fp8.linear_fp8_triton import linear_fp8_triton
 from vitgraph.kernels.fp8.quantize import (
     E4M3,
@@ -23,9 +28,9 @@ from vitgraph.kernels.fp8.quantize import (
     to_e4m3,
     why_no_e4m3,
 )
-from vitgraph.kernels.launch import capability_of, cdiv
+from vitgraph.kernels.launch import capability_of, cdiv, hopper_tier_unavailable
 from vitgraph.kernels.linear_config import LinearConfig
-from vitgraph.kernels.linear_triton import Activation
+from vitgraph.kernels.linear_triton import Activation, is_aligned
 
 
 def scales_of(rows: int, width: int, device: torch.device) -> Tensor:
@@ -43,16 +48,18 @@ def linear_fp8(
     num_rows: Tensor | None = None,
     out: Tensor,  # [P, N]
     out_scale: Tensor | None = None,  # float32 [ceil(N / 128), P]
-    config: LinearConfig | None = None,
+    config: LinearConfig | HopperConfig | None = None,
 ) -> Tensor:
     """`linear_fp8_reference` as one launch. Rows past `num_rows` are neither read into a result nor
     written.
 
     Args:
-        config: tiles, instead of the table's.
+        config: tiles of the portable kernel or of the Gluon one (Hopper; `out` of 16 bits, or of
+            8 without a residual; addresses and rows multiples of 16 bytes), instead of the table's.
 
     Raises:
-        ValueError: shapes, strides or dtypes do not fit, or the GPU has no e4m3.
+        ValueError: shapes, strides or dtypes do not fit, the GPU has no e4m3, or the Gluon kernel
+            was asked for and cannot serve.
     """
     _check(x, x_scale, layer, residual, num_rows, out, out_scale)
     if reason := why_no_e4m3(x.device):
@@ -60,11 +67,32 @@ def linear_fp8(
     capacity, (out_features, in_features) = x.shape[0], layer.weight.shape
     if capacity == 0:
         return out
-    if config is None:
-        capability = capability_of(x.device)
-        config = linear_fp8_config(capability, capacity, out_features, in_features)
-    linear_fp8_triton(x, x_scale, layer, activation, residual, num_rows, out, out_scale, config)
+    operands = (x, x_scale, layer, activation, residual, num_rows, out, out_scale)
+    unfit = _unfit_for_hopper(x, layer.weight, residual, out)
+    if isinstance(config, HopperConfig) and unfit:
+        raise ValueError(f"linear_fp8: the Gluon kernel {unfit}")
+    if config is None and not unfit:
+        config = hopper_fp8_config(capacity)
+    if isinstance(config, HopperConfig):
+        from vitgraph.kernels.sm90.linear_fp8 import linear_fp8_sm90
+
+        linear_fp8_sm90(*operands, config)
+    else:
+        table = linear_fp8_config(capability_of(x.device), capacity, out_features, in_features)
+        linear_fp8_triton(*operands, config or table)
     return out
+
+
+def _unfit_for_hopper(
+    x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor
+) -> str | None:
+    if reason := hopper_tier_unavailable(x.device):
+        return reason
+    if out.dtype.itemsize > 2:
+        return f"writes 16 or 8 bits, not {out.dtype}"
+    if residual is not None and out.dtype == E4M3:
+        return "adds no residual of 8 bits"
+    return None if is_aligned(x, weight, residual, out) else "needs rows aligned to 16 bytes"
 
 
 def _check(

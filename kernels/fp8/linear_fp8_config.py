@@ -5,8 +5,11 @@ without spills and fits its memory.
 Here `parts` of a tile are halves of its columns with a sum of their own: the products of one step
 and one half are promoted to float32 together, so their registers are needed twice. Steps are
 `SCALE_TILE` deep, parts as wide where the layer writes e4m3.
+
+Above `HOPPER_ROWS` the Gluon kernel of sm90/ serves on Hopper, with tiles of `HOPPER`.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 from vitgraph.kernels.launch import Capability
@@ -34,6 +37,38 @@ CANDIDATES = {
     "128x256": LinearConfig(WIDE, num_warps=8, descriptors=True),
     "64x128, two programs": SM90,
 }
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """Tiles of 128 columns of sm90/linear_fp8.py, which takes as many stages as fit.
+
+    Attributes:
+        consumers: warpgroups, two or three, with 64 rows of a tile each.
+        stagger: steps that each consumer starts after the one before it.
+    """
+
+    consumers: int
+    stagger: int = 0
+
+
+# What bench/tune_linear_fp8.py times besides.
+HOPPER_CANDIDATES = {
+    "Gluon 192x128": HopperConfig(3),
+    "Gluon 192x128, stagger 1": HopperConfig(3, stagger=1),
+    "Gluon 192x128, stagger 2": HopperConfig(3, stagger=2),
+    "Gluon 128x128": HopperConfig(2),
+    "Gluon 128x128, stagger 2": HopperConfig(2, stagger=2),
+}
+HOPPER = HOPPER_CANDIDATES["Gluon 192x128, stagger 1"]  # expected to be the fastest, not measured
+# The least capacity for which it serves. To be measured: at N = 1152 tiles of 192x128 fill 132 SMs
+# from 2,700 rows on, the portable ones of 64x128, two an SM, from 1,800.
+HOPPER_ROWS = 2048
+
+
+def hopper_fp8_config(capacity: int) -> HopperConfig | None:
+    """Tiles for the Gluon kernel, None where the portable one is the faster."""
+    return HOPPER if capacity >= HOPPER_ROWS else None
 
 
 @lru_cache(maxsize=4096)  # looked up before every launch

@@ -54,7 +54,7 @@ def _produce_tall(
     x_smem, weight_smem, tail_smem, ready, empty = stages
     step = 0
     for tile in range(gl.program_id(0), num_tiles(num_rows, N, ROWS, COLS), gl.num_programs(0)):
-        row, col = tall_origin(tile, num_rows, N, COLS)
+        row, col = tall_origin(tile, num_rows, N, ROWS, COLS)
         for k in range(0, K, DEPTH):
             stage = step % STAGES
             barrier = ready.index(stage)
@@ -101,7 +101,7 @@ def _consume_tall(
     residual_phase = 0
     step = 0
     for tile in range(gl.program_id(0), num_tiles(num_rows, N, ROWS, COLS), gl.num_programs(0)):
-        row, col = tall_origin(tile, num_rows, N, COLS)
+        row, col = tall_origin(tile, num_rows, N, ROWS, COLS)
         row += 64 * CONSUMER
         acc = gl.zeros([64, 128], gl.float32, WIDE_LAYOUT)
         tail = gl.zeros([64, 64], gl.float32, LAYOUT)

@@ -1,4 +1,5 @@
-"""How sm90/linear.py cuts its work into tiles, and what is the same for all of them."""
+"""How sm90/linear.py cuts its work into tiles, and what is the same for all of them; some of it
+serves sm90/linear_fp8.py as well."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -44,13 +45,15 @@ def is_wide(num_rows, N: gl.constexpr):
 
 
 @gluon.jit
-def tall_origin(tile, num_rows, N: gl.constexpr, COLS: gl.constexpr):
+def tall_origin(
+    tile, num_rows, N: gl.constexpr, TILE_ROWS: gl.constexpr, COLS: gl.constexpr
+):  # fmt: skip
     """First row and column of a tall tile; groups of 8 tile rows share their operands in L2."""
     col_tiles: gl.constexpr = (N + COLS - 1) // COLS
     first = tile // (8 * col_tiles) * 8
     in_group = tile % (8 * col_tiles)
-    group_rows = gl.minimum((num_rows + ROWS - 1) // ROWS - first, 8)
-    return (first + in_group % group_rows) * ROWS, in_group // group_rows * COLS
+    group_rows = gl.minimum((num_rows + TILE_ROWS - 1) // TILE_ROWS - first, 8)
+    return (first + in_group % group_rows) * TILE_ROWS, in_group // group_rows * COLS
 
 
 @gluon.jit
@@ -86,7 +89,7 @@ def fetch_residual(
 @gluon.jit
 def finish(acc, row, col, staging, outputs, num_rows, N: gl.constexpr, ACTIVATION: gl.constexpr):
     """Epilogue and store of 64 x 64 accumulators; `staging` holds the residual and takes the
-    output, which goes straight to memory where some rows are not real."""
+    output."""
     bias_ptr, residual_desc, out_ptr, out_stride, out_desc = outputs
     acc = gl.convert_layout(acc, LAYOUT, assert_trivial=True)
     cols = col + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
@@ -96,6 +99,12 @@ def finish(acc, row, col, staging, outputs, num_rows, N: gl.constexpr, ACTIVATIO
     acc = activate(acc, ACTIVATION, out_ptr.dtype.element_ty)
     if residual_desc is not None:
         acc += staging.load(LAYOUT).to(gl.float32)
+    store(acc, row, col, staging, out_ptr, out_stride, out_desc, num_rows, N)
+
+
+@gluon.jit
+def store(acc, row, col, staging, out_ptr, out_stride, out_desc, num_rows, N: gl.constexpr):
+    """Store 64 x 64 values of LAYOUT by TMA, or straight to memory where some rows are not real."""
     out = acc.to(out_ptr.dtype.element_ty)
     if row + 64 <= num_rows:
         staging.store(out)
@@ -103,6 +112,7 @@ def finish(acc, row, col, staging, outputs, num_rows, N: gl.constexpr, ACTIVATIO
         async_store(out_desc, [row, col], staging)
     else:
         rows = row.to(gl.int64) + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+        cols = col + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
         mask = (rows < num_rows)[:, None] & (cols < N)[None, :]
         gl.store(out_ptr + rows[:, None] * out_stride + cols[None, :], out, mask=mask)
 
