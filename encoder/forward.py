@@ -5,6 +5,8 @@ Nothing here reads a value of a tensor on the host.
 Legend: P patches, T tokens, C hidden, H heads, D head_dim.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -17,9 +19,12 @@ from vitgraph.encoder.modules import Block, Merger, PatchEmbed
 from vitgraph.encoder.operations import Operations, Plan
 from vitgraph.kernels.fp8.linear_fp8 import scales_of
 from vitgraph.kernels.fp8.quantize import E4M3
+from vitgraph.kernels.launch import branching
 from vitgraph.kernels.layer_norm import normalized_scale
 from vitgraph.kernels.layout import Layout
 from vitgraph.kernels.linear import PixelNormalization
+
+Beside = Callable[[Tensor], AbstractContextManager]
 
 
 class Tower(Protocol):
@@ -119,15 +124,17 @@ def forward(
         x = linear("proj", layer.attn.proj, y, residual=x, out=x)
         return mlp(layer, x, fp8)
 
-    def merge(merger: Merger, x: Tensor, columns: Tensor) -> None:
-        """The 2x2 shuffle is a view: the patches of a token are consecutive rows."""
+    def merge(merger: Merger, x: Tensor, columns: Tensor, beside: Beside = nullcontext) -> None:
+        """The 2x2 shuffle is a view: the patches of a token are consecutive rows. Only the norm
+        reads `x`, which the next block changes."""
         tokens, width = layout.num_tokens, merger.linear_fc1.in_features
         if merger.norm.normalized_shape[0] == width:
             y = layer_norm(merger.norm, x.view(-1, width), tokens)
         else:
             y = layer_norm(merger.norm, x).view(-1, width)
-        y = linear("merger_fc1", merger.linear_fc1, y, activation="gelu", num_rows=tokens)
-        linear("merger_fc2", merger.linear_fc2, y, num_rows=tokens, out=columns)
+        with beside(y):
+            y = linear("merger_fc1", merger.linear_fc1, y, activation="gelu", num_rows=tokens)
+            linear("merger_fc2", merger.linear_fc2, y, num_rows=tokens, out=columns)
 
     # qkv and the MLP's activations are never alive together: one allocation serves both.
     wide = pixels.new_empty(
@@ -142,13 +149,14 @@ def forward(
     x = linear("embed", tower.patch_embed.proj, pixels, normalization=normalization)
     ops.position_embedding(x, tower.pos_embed.weight, coords, rows)
     table = ops.rotary_table(coords, tower.frequencies, rows)
-    for depth, layer in enumerate(tower.blocks):
-        assert isinstance(layer, Block)
-        x = block(layer, x, depth in tower.fp8_blocks)
-        if depth in config.deepstack_visual_indexes:
-            level = config.deepstack_visual_indexes.index(depth)
-            merger = tower.deepstack_merger_list[level]
-            assert isinstance(merger, Merger)
-            merge(merger, x, levels[level])
-    merge(tower.merger, x, merged)
+    with branching(pixels.device) as beside:
+        for depth, layer in enumerate(tower.blocks):
+            assert isinstance(layer, Block)
+            x = block(layer, x, depth in tower.fp8_blocks)
+            if depth in config.deepstack_visual_indexes:
+                level = config.deepstack_visual_indexes.index(depth)
+                merger = tower.deepstack_merger_list[level]
+                assert isinstance(merger, Merger)
+                merge(merger, x, levels[level], beside)
+        merge(tower.merger, x, merged)
     return out

@@ -4,13 +4,14 @@ import functools
 import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 Capability = tuple[int, int]
 
@@ -22,6 +23,10 @@ GLUON_RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
 # between kernels is 0.2-0.5 us shorter then; from 8,000 patches on, layers took 1-6 % longer. Read
 # when a graph is captured.
 DEPENDENT_ROWS = 2048
+
+# Captured forwards of up to this many patches leave the mergers of the levels to a branch of the
+# graph, 0 for none. Larger ones fill the GPU.
+BRANCH_ROWS = 2048
 
 # Of the A100, A40, RTX 4090, H100 and H200 (SXM), B200, RTX 5090.
 MULTIPROCESSORS = {
@@ -146,6 +151,43 @@ def await_last_kernel(DEPENDENT: tl.constexpr):
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
+
+
+@functools.cache
+def _branch_of(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    # one for each: cuBLAS's workspace of a stream becomes part of the graphs that use it
+    return torch.cuda.Stream(stream.device)
+
+
+@contextmanager
+def branching(device: torch.device) -> Iterator[Callable[[Tensor], AbstractContextManager]]:
+    """Around a forward: yields `beside`.
+
+    What is launched inside `with beside(x)` runs at the same time as all that follows, up to the
+    end of this block, in a captured forward of few patches; elsewhere in its turn. It shares no
+    memory with what follows: `x`, which it reads, stays allocated as long, and nothing may write
+    it.
+    """
+    if device.type != "cuda" or _captured_rows.get() > BRANCH_ROWS:
+        yield nullcontext
+        return
+    kept: list[Tensor] = []
+    stream = torch.cuda.current_stream(device)
+    branch = _branch_of(stream)
+
+    @contextmanager
+    def beside(x: Tensor) -> Iterator[None]:
+        kept.append(x)
+        branch.wait_stream(stream)
+        with torch.cuda.stream(branch), captured_rows(math.inf):
+            yield
+
+    try:
+        yield beside
+    finally:  # also of a forward that fails: a capture with a loose end hides its error
+        if kept:
+            stream.wait_stream(branch)
+        kept.clear()
 
 
 def num_programs(device: torch.device, max_rows: int, per_multiprocessor: int) -> int:

@@ -1,7 +1,10 @@
-"""Dependent launches: who asks for them, and that results are the same with and without."""
+"""Dependent launches and branches: who asks for them, and that results are the same without."""
 
+import contextlib
 import copy
 import importlib.util
+import math
+import weakref
 from pathlib import Path
 
 import pytest
@@ -85,6 +88,71 @@ def test_captured_forwards_ask_and_eager_ones_do_not(encoder, batch, monkeypatch
     assert asked[-3:] == [(256, True), (512, False), (16, False)]
 
 
+class Stream:
+    """Says in `log` what it waits for."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def log(monkeypatch) -> list[str]:
+    """What streams that are not there do; the capture is of few patches."""
+    log: list[str] = []
+    main, branch = (Stream(name, log) for name in ("main", "branch"))
+    monkeypatch.setattr(launch, "_branch_of", lambda stream: branch)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "capability_of", lambda device: (9, 0))
+    return log
+
+
+def test_a_branch_leaves_and_joins_once(log) -> None:
+    device = torch.device("cuda")
+    x = torch.empty(1)
+    alive = weakref.ref(x)
+    with launch.captured_rows(400), launch.branching(device) as beside:
+        with beside(x):
+            assert launch.dependence(device) == OFF
+            log.append("one")
+        assert launch.dependence(device) == ON
+        with beside(torch.empty(1)):
+            log.append("two")
+        del x
+        assert alive() is not None
+        log.append("main")
+    leaves = "branch waits for main"
+    assert log == [leaves, "one", leaves, "two", "main", "main waits for branch"]
+    assert alive() is None
+
+
+def test_a_forward_that_fails_joins_too(log) -> None:
+    """A capture that ends with a loose branch reports that, and not that memory ran out."""
+    branching = launch.branching(torch.device("cuda"))
+    with pytest.raises(MemoryError), launch.captured_rows(400), branching as beside:  # noqa: SIM117
+        with beside(torch.empty(1)):
+            raise MemoryError
+    assert log[-1] == "main waits for branch"
+
+
+def test_what_never_left_is_not_joined(log) -> None:
+    """A stream outside the capture must not be waited for in it."""
+    with launch.captured_rows(400), launch.branching(torch.device("cuda")):
+        pass
+    assert log == []
+
+
+@pytest.mark.parametrize("rows", [2049, math.inf])
+def test_large_and_eager_forwards_have_no_branch(rows, log) -> None:
+    device = torch.device("cuda")
+    with launch.captured_rows(rows), launch.branching(device) as beside, beside(torch.empty(1)):
+        pass
+    assert log == []
+
+
 @pytest.mark.gpu
 def test_results_are_the_same_to_the_bit(reference, batch, monkeypatch) -> None:
     """Twenty replays in a row of each, the second of other rows than the first."""
@@ -95,10 +163,12 @@ def test_results_are_the_same_to_the_bit(reference, batch, monkeypatch) -> None:
         for grids in ([(1, 4, 4)], [(1, 4, 8), (1, 4, 4)], [(1, 20, 20)], [(2, 8, 8), (1, 12, 16)])
     ]
     outputs = {}
-    for rows in (0, 2048):
-        monkeypatch.setattr(launch, "DEPENDENT_ROWS", rows)
+    for rows in ((0, 0), (2048, 0), (0, 2048), (2048, 2048)):
+        for name, value in zip(("DEPENDENT_ROWS", "BRANCH_ROWS"), rows, strict=True):
+            monkeypatch.setattr(launch, name, value)
         manager = captured(tower)
         replays = [torch.cat(manager.execute(one)) for one in batches * 20]
         assert manager.get_cumulative_stats()["graph_hits"] == len(replays)
         outputs[rows] = torch.cat(replays)
-    assert torch.equal(outputs[0], outputs[2048])
+    for rows, output in outputs.items():
+        assert torch.equal(output, outputs[0, 0]), rows
