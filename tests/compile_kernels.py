@@ -126,7 +126,8 @@ def row_kernels(
     collect_rows(parts, batch.num_tokens, between, flat)
     take_rows(flat, between, parts[1])
     for width, count in ((hidden, batch.num_patches), (4 * hidden, batch.num_tokens)):
-        layer_norm(empty(rows, width), empty(width), empty(width), num_rows=count)
+        for added in (None, empty(rows, width)):
+            layer_norm(empty(rows, width), empty(width), empty(width), num_rows=count, added=added)
 
 
 def layer(shape: tuple, dtype: torch.dtype, capacity: int, normalization: Any = None) -> None:
@@ -241,7 +242,9 @@ def fp8(dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)) -> None:
 
     for hidden, inner in ((1152, 4304), (1024, 4096)):
         for dtype in dtypes:
-            layer_norm_e4m3(empty(64, hidden, dtype=dtype), num_rows=empty(1, dtype=torch.int32))
+            rows, count = empty(64, hidden, dtype=dtype), empty(1, dtype=torch.int32)
+            for added in (None, rows):
+                layer_norm_e4m3(rows, num_rows=count, added=added)
             norm = empty(hidden, dtype=dtype), empty(hidden, dtype=dtype)
             for shape in ((3 * hidden, hidden), (inner, hidden), (hidden, inner)):
                 weight, bias = empty(*shape, dtype=dtype), empty(shape[0], dtype=dtype)
