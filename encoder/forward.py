@@ -5,6 +5,8 @@ Nothing here reads a value of a tensor on the host.
 Legend: P patches, T tokens, C hidden, H heads, D head_dim.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -17,9 +19,13 @@ from vitgraph.encoder.modules import Block, Merger, PatchEmbed
 from vitgraph.encoder.operations import Operations, Plan
 from vitgraph.kernels.fp8.linear_fp8 import scales_of
 from vitgraph.kernels.fp8.quantize import E4M3
+from vitgraph.kernels.launch import branching
 from vitgraph.kernels.layer_norm import normalized_scale
 from vitgraph.kernels.layout import Layout
-from vitgraph.kernels.linear import PixelNormalization
+from vitgraph.kernels.linear import PixelNormalization, adds_apart
+
+Beside = Callable[[Tensor], AbstractContextManager]
+Sum = tuple[Tensor, Tensor | None]  # the residual stream [P, C], and what its next norm adds to it
 
 
 class Tower(Protocol):
@@ -72,8 +78,13 @@ def forward(
         provider = plan.providers.get(name)
         return ops.linear(x, layer.weight, layer.bias, provider=provider, **options)
 
-    def layer_norm(norm: nn.LayerNorm, x: Tensor, num_rows: Tensor = rows) -> Tensor:
-        return ops.layer_norm(x, norm.weight, norm.bias, norm.eps, num_rows)
+    def layer_norm(norm: nn.LayerNorm, x: Sum, num_rows: Tensor = rows) -> Tensor:
+        residual, added = x
+        return ops.layer_norm(residual, norm.weight, norm.bias, norm.eps, num_rows, added)
+
+    def norm_adds(name: str, layer: nn.Linear, x: Tensor) -> bool:
+        provider = plan.providers.get(name)
+        return ops.name == "triton" and adds_apart(x, layer.weight, provider)
 
     def linear_fp8(
         layer: nn.Linear,
@@ -91,43 +102,53 @@ def forward(
         quantized = ops.quantize(layer.weight, layer.bias, *folded)
         return ops.linear_fp8(x, scale, quantized, num_rows=rows, **options)
 
-    def qkv_of(layer: Block, x: Tensor, fp8: bool) -> Tensor:
+    def qkv_of(layer: Block, x: Sum, fp8: bool) -> Tensor:
         if fp8:
-            y = ops.layer_norm_e4m3(x, layer.norm1.eps, rows)
+            y = ops.layer_norm_e4m3(x[0], layer.norm1.eps, rows, x[1])
             return linear_fp8(layer.attn.qkv, layer.norm1, y, constant, out=qkv_buffer)
         return linear("qkv", layer.attn.qkv, layer_norm(layer.norm1, x), out=qkv_buffer)
 
-    def mlp(layer: Block, x: Tensor, fp8: bool) -> Tensor:
-        fc1, fc2 = layer.mlp.linear_fc1, layer.mlp.linear_fc2
+    def mlp(layer: Block, x: Sum, fp8: bool) -> Sum:
+        fc1, fc2, residual = layer.mlp.linear_fc1, layer.mlp.linear_fc2, x[0]
         if fp8:
-            scales = scales_of(len(x), config.intermediate_size, x.device)
+            scales = scales_of(len(residual), config.intermediate_size, residual.device)
             into = {"activation": "gelu_tanh", "out": inner_fp8, "out_scale": scales}
-            y = ops.layer_norm_e4m3(x, layer.norm2.eps, rows)
+            y = ops.layer_norm_e4m3(residual, layer.norm2.eps, rows, x[1])
             linear_fp8(fc1, layer.norm2, y, constant, **into)
-            return linear_fp8(fc2, None, inner_fp8, scales, residual=x, out=x)
+            y = linear_fp8(fc2, None, inner_fp8, scales, residual=residual, out=residual)
+            return y, None
         y = layer_norm(layer.norm2, x)
+        later = norm_adds("fc2", fc2, residual)
+        weights = fc1.weight, fc1.bias, fc2.weight, fc2.bias
         providers = plan.providers.get("fc1"), plan.providers.get("fc2")
-        return ops.mlp(
-            y, fc1.weight, fc1.bias, fc2.weight, fc2.bias, x, rows, inner=inner, providers=providers
+        y = ops.mlp(
+            y, *weights, None if later else residual, rows, inner=inner, providers=providers
         )
+        return (residual, y) if later else (y, None)
 
-    def block(layer: Block, x: Tensor, fp8: bool) -> Tensor:
+    def block(layer: Block, x: Sum, fp8: bool) -> Sum:
         # One name: what is no longer needed is freed before attention takes its scratch.
         y = qkv_of(layer, x, fp8)
         y = y.view(-1, 3, config.num_heads, config.head_dim)
         y = attend(ops.rotary(y, table, rows))
-        x = linear("proj", layer.attn.proj, y, residual=x, out=x)
-        return mlp(layer, x, fp8)
+        proj, residual = layer.attn.proj, x[0]
+        if norm_adds("proj", proj, residual):
+            return mlp(layer, (residual, linear("proj", proj, y)), fp8)
+        return mlp(layer, (linear("proj", proj, y, residual=residual, out=residual), None), fp8)
 
-    def merge(merger: Merger, x: Tensor, columns: Tensor) -> None:
-        """The 2x2 shuffle is a view: the patches of a token are consecutive rows."""
+    def merge(merger: Merger, x: Sum, columns: Tensor, beside: Beside = nullcontext) -> None:
+        """The 2x2 shuffle is a view: the patches of a token are consecutive rows. Only the norm
+        reads `x`, which the next block changes."""
         tokens, width = layout.num_tokens, merger.linear_fc1.in_features
         if merger.norm.normalized_shape[0] == width:
-            y = layer_norm(merger.norm, x.view(-1, width), tokens)
+            residual, added = x
+            added = None if added is None else added.view(-1, width)
+            y = layer_norm(merger.norm, (residual.view(-1, width), added), tokens)
         else:
             y = layer_norm(merger.norm, x).view(-1, width)
-        y = linear("merger_fc1", merger.linear_fc1, y, activation="gelu", num_rows=tokens)
-        linear("merger_fc2", merger.linear_fc2, y, num_rows=tokens, out=columns)
+        with beside(y):
+            y = linear("merger_fc1", merger.linear_fc1, y, activation="gelu", num_rows=tokens)
+            linear("merger_fc2", merger.linear_fc2, y, num_rows=tokens, out=columns)
 
     # qkv and the MLP's activations are never alive together: one allocation serves both.
     wide = pixels.new_empty(
@@ -142,13 +163,16 @@ def forward(
     x = linear("embed", tower.patch_embed.proj, pixels, normalization=normalization)
     ops.position_embedding(x, tower.pos_embed.weight, coords, rows)
     table = ops.rotary_table(coords, tower.frequencies, rows)
-    for depth, layer in enumerate(tower.blocks):
-        assert isinstance(layer, Block)
-        x = block(layer, x, depth in tower.fp8_blocks)
-        if depth in config.deepstack_visual_indexes:
-            level = config.deepstack_visual_indexes.index(depth)
-            merger = tower.deepstack_merger_list[level]
-            assert isinstance(merger, Merger)
-            merge(merger, x, levels[level])
-    merge(tower.merger, x, merged)
+    stream: Sum = x, None
+    with branching(pixels.device) as beside:
+        for depth, layer in enumerate(tower.blocks):
+            assert isinstance(layer, Block)
+            stream = block(layer, stream, depth in tower.fp8_blocks)
+            if depth in config.deepstack_visual_indexes:
+                level = config.deepstack_visual_indexes.index(depth)
+                merger = tower.deepstack_merger_list[level]
+                assert isinstance(merger, Merger)
+                merge(merger, stream, levels[level], beside)
+                stream = stream[0], None
+        merge(tower.merger, stream, merged)
     return out

@@ -22,6 +22,7 @@ from vitgraph.graphs.protocol import (
     EncoderCudaGraphConfig,
     EncoderCudaGraphReplayBuffers,
 )
+from vitgraph.kernels.launch import captured_rows
 
 # modality -> (key of the pixels, key of the grids)
 KEYS = {
@@ -275,8 +276,9 @@ class Qwen3VLGraphModel:
             seqlens, patches = grids.seqlens, sum(grids.num_patches)
             pixels, out = pixels[:patches], out[: patches // self.config.spatial_merge_size**2]
             max_sequences = len(seqlens)
-        layout = self.module.make_layout(grid_thw, len(pixels), max_sequences, seqlens)
-        return self.module.encode(pixels, layout, out, mm_kwargs["plan"], self.parallel)
+        with captured_rows(len(pixels)):
+            layout = self.module.make_layout(grid_thw, len(pixels), max_sequences, seqlens)
+            return self.module.encode(pixels, layout, out, mm_kwargs["plan"], self.parallel)
 
     def warm_up_encoder_eager(self) -> None:
         """Run every kernel that an eager forward may choose, so that a miss compiles nothing."""

@@ -4,6 +4,9 @@ float32.
 `layer_norm_e4m3` leaves weight and bias to the layer after it (kernels/fp8/quantize.py). A row is
 then a unit vector times sqrt(width), so one constant scale fits every input: no value is above
 sqrt(width), which becomes 448, the largest e4m3.
+
+A layer's output may be added to its residual here, in place: x += added, before the rest. cuBLAS
+would need a kernel of its own for that.
 """
 
 import math
@@ -15,14 +18,33 @@ import triton.language as tl
 from torch import Tensor
 
 from vitgraph.kernels.fp8.quantize import E4M3, E4M3_MAX, to_e4m3, why_no_e4m3
-from vitgraph.kernels.launch import next_power_of_2, num_programs, row_count
+from vitgraph.kernels.launch import (
+    await_last_kernel,
+    dependence,
+    next_power_of_2,
+    num_programs,
+    row_count,
+)
 
 MAX_WIDTH = 8192  # a row stays in the registers of one program
+
+
+@triton.jit
+def _load(x_ptr, added_ptr, start, x_stride, WIDTH: tl.constexpr, columns, mask):
+    """Of row `start`; what is to be added is."""
+    pointers = x_ptr + start * x_stride + columns
+    x = tl.load(pointers, mask=mask, other=0.0)
+    if added_ptr is not None:
+        added = tl.load(added_ptr + start * WIDTH + columns, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)  # rounded as torch does
+        tl.store(pointers, x, mask=mask)
+    return x
 
 
 @triton.jit(do_not_specialize=["max_rows", "e4m3_scale"])
 def layer_norm_kernel(
     x_ptr,
+    added_ptr,
     weight_ptr,
     bias_ptr,
     num_rows_ptr,
@@ -34,22 +56,23 @@ def layer_norm_kernel(
     WIDTH: tl.constexpr,
     MAIN: tl.constexpr,
     REST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    await_last_kernel(DEPENDENT)
     # a row in two powers of two: 1152 = 1024 + 128 leaves no lane idle and registers for more rows
     main, rest = tl.arange(0, MAIN), MAIN + tl.arange(0, REST)
     inside = rest < WIDTH
     num_rows = row_count(num_rows_ptr, max_rows)
     first, step = tl.program_id(0), tl.num_programs(0)
-    row_ptr = x_ptr + tl.cast(first, tl.int64) * x_stride
-    next_main = tl.load(row_ptr + main, mask=first < num_rows, other=0.0)
-    next_rest = tl.load(row_ptr + rest, mask=inside & (first < num_rows), other=0.0)
+    start, real = tl.cast(first, tl.int64), first < num_rows
+    next_main = _load(x_ptr, added_ptr, start, x_stride, WIDTH, main, real)
+    next_rest = _load(x_ptr, added_ptr, start, x_stride, WIDTH, rest, inside & real)
     for row in tl.range(first, num_rows, step):
         # the next row is on its way while this one is reduced
         x_main, x_rest = next_main.to(tl.float32), next_rest.to(tl.float32)
-        start = tl.cast(row, tl.int64)
-        row_ptr = x_ptr + (start + step) * x_stride
-        next_main = tl.load(row_ptr + main, mask=row + step < num_rows, other=0.0)
-        next_rest = tl.load(row_ptr + rest, mask=inside & (row + step < num_rows), other=0.0)
+        start, real = tl.cast(row, tl.int64), row + step < num_rows
+        next_main = _load(x_ptr, added_ptr, start + step, x_stride, WIDTH, main, real)
+        next_rest = _load(x_ptr, added_ptr, start + step, x_stride, WIDTH, rest, inside & real)
 
         mean = (tl.sum(x_main, axis=0) + tl.sum(x_rest, axis=0)) / WIDTH
         x_main = x_main - mean
@@ -76,6 +99,7 @@ def layer_norm(
     bias: Tensor,  # [C]
     eps: float = 1e-6,
     num_rows: Tensor | None = None,
+    added: Tensor | None = None,  # [P, C]
 ) -> Tensor:
     """`layer_norm_reference` as one kernel, C up to 8192. Returns a new contiguous [P, C].
 
@@ -90,7 +114,7 @@ def layer_norm(
                 f"{vector.stride()}, expected contiguous ({width},)"
             )
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, weight, bias, eps, num_rows, out, 1.0)
+    _launch(x, added, weight, bias, eps, num_rows, out, 1.0)
     return out
 
 
@@ -98,6 +122,7 @@ def layer_norm_e4m3(
     x: Tensor,  # [P, C], rows may be strided
     eps: float = 1e-6,
     num_rows: Tensor | None = None,
+    added: Tensor | None = None,  # [P, C]
 ) -> Tensor:
     """`layer_norm_e4m3_reference` as one kernel, C up to 8192. Returns a new contiguous [P, C].
 
@@ -107,7 +132,7 @@ def layer_norm_e4m3(
     if reason := why_no_e4m3(x.device):
         raise ValueError(f"layer_norm_e4m3: {reason}")
     out = torch.empty(x.shape, dtype=E4M3, device=x.device)
-    _launch(x, None, None, eps, num_rows, out, 1 / normalized_scale(x.shape[1]))
+    _launch(x, added, None, None, eps, num_rows, out, 1 / normalized_scale(x.shape[1]))
     return out
 
 
@@ -118,6 +143,7 @@ def normalized_scale(width: int) -> float:
 
 def _launch(
     x: Tensor,
+    added: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
@@ -130,6 +156,11 @@ def _launch(
         raise ValueError(f"layer_norm: width {width} is above {MAX_WIDTH}")
     if x.stride(1) != 1:
         raise ValueError(f"layer_norm: values of a row must be adjacent, stride is {x.stride(1)}")
+    if added is not None and (added.shape != x.shape or not added.is_contiguous()):
+        raise ValueError(
+            f"layer_norm: added has shape {tuple(added.shape)} and strides {added.stride()}, "
+            f"expected contiguous {tuple(x.shape)}"
+        )
     if max_rows == 0:
         return
     main = next_power_of_2(width) // 2
@@ -139,6 +170,7 @@ def _launch(
         warps, per_multiprocessor = (4, 8) if main <= 1024 else (8, 4)
     layer_norm_kernel[(num_programs(x.device, max_rows, per_multiprocessor),)](
         x,
+        added,
         weight,
         bias,
         num_rows,
@@ -150,6 +182,7 @@ def _launch(
         WIDTH=width,
         MAIN=main,
         REST=next_power_of_2(width - main),
+        **dependence(x.device),
         num_warps=warps * x.element_size() // 2,
         enable_fp_fusion=True,
     )
@@ -161,8 +194,12 @@ def layer_norm_reference(
     bias: Tensor,  # [C]
     eps: float = 1e-6,
     num_rows: Tensor | None = None,
+    added: Tensor | None = None,  # [P, C]
 ) -> Tensor:
-    """Normalise each row of `x` [P, C]; rows past `num_rows` (int32 [1], on device) are free."""
+    """Normalise each row of `x` [P, C], after adding `added` to it in place; rows past `num_rows`
+    (int32 [1], on device) are free."""
+    if added is not None:
+        x += added
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
@@ -170,9 +207,12 @@ def layer_norm_e4m3_reference(
     x: Tensor,  # [P, C]
     eps: float = 1e-6,
     num_rows: Tensor | None = None,
+    added: Tensor | None = None,  # [P, C]
 ) -> Tensor:
-    """Normalise each row of `x` [P, C] and round its values, divided by `normalized_scale`, to
-    e4m3; rows past `num_rows` (int32 [1], on device) are free."""
+    """Normalise each row of `x` [P, C], after adding `added` to it in place, and round its values,
+    divided by `normalized_scale`, to e4m3; rows past `num_rows` (int32 [1], on device) are free."""
+    if added is not None:
+        x += added
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = F.layer_norm(x.to(dtype), x.shape[-1:], eps=eps)
     return to_e4m3(rows / normalized_scale(x.shape[-1]))

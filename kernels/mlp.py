@@ -11,14 +11,14 @@ def mlp(
     fc1_bias: Tensor,  # [M]
     fc2_weight: Tensor,  # [C, M]
     fc2_bias: Tensor,  # [C]
-    x: Tensor,  # [P, C]
+    x: Tensor | None,  # [P, C]
     num_rows: Tensor | None = None,
     *,
     inner: Tensor | None = None,  # [P, M]
     providers: tuple[Provider | None, Provider | None] = (None, None),
 ) -> Tensor:
     """`mlp_reference` as two launches, the sum written over `x`; rows past `num_rows` are neither
-    read nor written.
+    read nor written. Without `x` what is to be added to it.
 
     Args:
         inner: memory for the activations between the layers.
@@ -37,7 +37,7 @@ def mlp_reference(
     fc1_bias: Tensor,  # [M]
     fc2_weight: Tensor,  # [C, M]
     fc2_bias: Tensor,  # [C]
-    x: Tensor,  # [P, C]
+    x: Tensor | None,  # [P, C]
     num_rows: Tensor | None = None,
     **memory_and_providers: object,
 ) -> Tensor:

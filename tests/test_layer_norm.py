@@ -36,6 +36,58 @@ def test_matches_truth(rng, assert_as_exact_as, poisoned_empty, rows, width, dty
     assert_as_exact_as(layer_norm(x, weight, bias), torch_result, truth)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", ROWS + CAPACITY)
+def test_adds_first_as_torch_does(rng, rows, width, dtype):
+    """To the bit: the sum, and what is made of it."""
+    x, weight, bias = inputs(rng, rows, width, dtype)
+    added = 10 * torch.randn(rows, width, generator=rng, device=rng.device).to(dtype)
+    total = x + added
+    actual = layer_norm(x, weight, bias, added=added)
+    assert torch.equal(x, total)
+    assert torch.equal(actual, layer_norm(total, weight, bias))
+
+
+def test_adds_to_real_strided_rows_alone(rng, poisoned_empty):
+    wide, weight, bias = inputs(rng, 6, 300, torch.float32)
+    before = wide.clone()
+    x, weight, bias = wide[:, 100:228], weight[:128], bias[:128]
+    added = torch.randn(6, 128, generator=rng, device=rng.device)
+    added[4:] = float("nan")
+    num_rows = torch.tensor([4], dtype=torch.int32, device=rng.device)
+    actual = layer_norm(x, weight, bias, num_rows=num_rows, added=added)
+    before[:4, 100:228] += added[:4]
+    assert torch.equal(wide, before)
+    torch.testing.assert_close(actual[:4], layer_norm_reference(x[:4], weight, bias))
+    assert actual[4:].isnan().all()
+
+
+@pytest.mark.parametrize("e4m3", [False, True])
+def test_references_add_first(rng, e4m3):
+    x, weight, bias = inputs(rng, 3, 64, torch.float32)
+    added = torch.ones_like(x)
+    total = x + 1
+    if e4m3:
+        actual = layer_norm_e4m3_reference(x, added=added)
+        expected = layer_norm_e4m3_reference(total)
+    else:
+        actual = layer_norm_reference(x, weight, bias, added=added)
+        expected = layer_norm_reference(total, weight, bias)
+    assert torch.equal(x, total)
+    assert torch.equal(actual.float(), expected.float())
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (4, 32), (4, 128)])
+def test_refuses_to_add_what_does_not_fit(rng, shape):
+    x, weight, bias = inputs(rng, 4, 64, torch.float32)
+    added = torch.zeros(shape, device=rng.device)
+    if shape[1] > 64:
+        added = added[:, :64]  # strided
+    with pytest.raises(ValueError, match="added has shape"):
+        layer_norm(x, weight, bias, added=added)
+
+
 def test_zero_rows(rng):
     x, weight, bias = inputs(rng, 0, 1152, torch.float32)
     assert layer_norm(x, weight, bias).shape == (0, 1152)

@@ -9,6 +9,7 @@ from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.encoder.attention.backends import resolve_backend
 from vitgraph.encoder.attention.trial import Heads
 from vitgraph.encoder.operations import resolve_operations
+from vitgraph.kernels import linear
 from vitgraph.kernels.launch import is_interpreted
 
 # One head, patches of 8x8: the interpreter takes its time for every tile.
@@ -74,6 +75,22 @@ def test_capacity_beyond_the_items(device) -> None:
     encoder.encode(pixels, layout, out)
     assert torch.equal(out[: PATCHES // 4], exact)
     assert (out[PATCHES // 4 :] == 7).all(), "rows past the items are not written"
+
+
+@pytest.mark.parametrize("layers", [("proj",), ("fc2",), ("proj", "fc2")], ids="+".join)
+def test_norms_add_what_cublas_would(layers, device, monkeypatch) -> None:
+    """To the bit, and without one kernel a layer; the last sum is the merger's, one a level's."""
+    encoder, _ = pair(torch.float16, device)
+    encoder.plan = dataclasses.replace(encoder.plan, providers=dict.fromkeys(layers, "cublas"))
+    pixels = torch.randn(PATCHES, WIDTH, device=device)
+    additions, add = [], torch.add
+    monkeypatch.setattr(torch, "add", lambda *x, **out: additions.append(x) or add(*x, **out))
+    monkeypatch.setattr(linear, "NORMS_ADD", False)
+    expected = encoder(pixels, GRIDS)
+    assert len(additions) == SMALL.depth * len(layers)
+    monkeypatch.setattr(linear, "NORMS_ADD", True)
+    assert torch.equal(encoder(pixels, GRIDS), expected)
+    assert len(additions) == SMALL.depth * len(layers)
 
 
 @pytest.mark.parametrize("ops", ["triton", "torch"])
