@@ -33,12 +33,7 @@ KEYS = {
 # One batch for each way that tiles, attention and layout are chosen by size, of patches and of
 # tokens; the last has more items than 64.
 EAGER_SHAPES: tuple[list[Grid], ...] = (
-    [(1, 2, 2)],
-    [(1, 20, 20)],
-    [(1, 22, 22)],
-    [(1, 32, 32)],
-    [(1, 44, 44)],
-    [(1, 64, 64)],
+    *([(1, side, side)] for side in (2, 20, 22, 32, 44, 64)),
     [(8, 20, 20)],
     [(8, 40, 40)],
     [(1, 2, 2)] * 65,
