@@ -5,8 +5,7 @@ Nothing here reads a value of a tensor on the host.
 Legend: P patches, T tokens, C hidden, H heads, D head_dim.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -14,17 +13,16 @@ from torch import Tensor, nn
 
 from vitgraph.encoder.attention.backends import BACKENDS, fixed
 from vitgraph.encoder.attention.trial import Attend, Heads
+from vitgraph.encoder.branches import Beside, branching
 from vitgraph.encoder.config import VisionConfig
 from vitgraph.encoder.modules import Block, Merger, PatchEmbed
 from vitgraph.encoder.operations import Operations, Plan
 from vitgraph.kernels.fp8.linear_fp8 import scales_of
 from vitgraph.kernels.fp8.quantize import E4M3
-from vitgraph.kernels.launch import branching
 from vitgraph.kernels.layer_norm import normalized_scale
 from vitgraph.kernels.layout import Layout
 from vitgraph.kernels.linear import PixelNormalization, adds_apart
 
-Beside = Callable[[Tensor], AbstractContextManager]
 Sum = tuple[Tensor, Tensor | None]  # the residual stream [P, C], and what its next norm adds to it
 
 
@@ -164,7 +162,7 @@ def forward(
     ops.position_embedding(x, tower.pos_embed.weight, coords, rows)
     table = ops.rotary_table(coords, tower.frequencies, rows)
     stream: Sum = x, None
-    with branching(pixels.device) as beside:
+    with branching(pixels.device, plan.branches) as beside:
         for depth, layer in enumerate(tower.blocks):
             assert isinstance(layer, Block)
             stream = block(layer, stream, depth in tower.fp8_blocks)

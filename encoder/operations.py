@@ -48,6 +48,7 @@ class Plan:
         left_out: attention backends that calibration did not measure, and why.
         batch_invariant: one tiling of the attention for every capacity, as "fixed" providers are
             one of a layer.
+        branches: the mergers of the levels run beside the blocks, in a graph.
     """
 
     attention: str
@@ -55,6 +56,7 @@ class Plan:
     microseconds: dict[str, dict[str, float]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     batch_invariant: bool = False
+    branches: bool = False
 
 
 def fixed_plan() -> Plan:

@@ -100,7 +100,8 @@ def _time_layer(
                 module.weight,
                 module.bias,
                 activation=layer.activation,
-                residual=out if layer.has_residual else None,
+                # what cuBLAS leaves out the next norm adds
+                residual=out if layer.has_residual and provider != "cublas" else None,
                 num_rows=num_rows,
                 out=out,
                 provider=provider,

@@ -5,6 +5,7 @@ the device, the number of real rows included. Nothing is zeroed between replays.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from vitgraph.encoder import Qwen3VLVisionEncoder, VisionConfig
 from vitgraph.encoder.attention.backends import FREE_OF_EMPTY_SEQUENCES
+from vitgraph.encoder.branches import BRANCH_ROWS
 from vitgraph.encoder.inputs import Grid, Grids, check_grids, host_grids
 from vitgraph.encoder.operations import Plan
 from vitgraph.encoder.sequence_parallel import SequenceParallel
@@ -22,7 +24,6 @@ from vitgraph.graphs.protocol import (
     EncoderCudaGraphConfig,
     EncoderCudaGraphReplayBuffers,
 )
-from vitgraph.kernels.launch import captured_rows
 
 # modality -> (key of the pixels, key of the grids)
 KEYS = {
@@ -239,7 +240,8 @@ class Qwen3VLGraphModel:
     def _plan(self, patches: int, max_sequences: int) -> Plan:
         shared = self.parallel is not None and self.parallel.shares(patches)
         measured = is_measured(self.module) and not shared
-        return self._measured_plan(patches, max_sequences) if measured else self.module.plan
+        plan = self._measured_plan(patches, max_sequences) if measured else self.module.plan
+        return replace(plan, branches=patches <= BRANCH_ROWS)
 
     def _measured_plan(self, patches: int, max_sequences: int) -> Plan:
         """Measured once: vLLM captures twice, first to see how much memory that takes."""
@@ -271,9 +273,8 @@ class Qwen3VLGraphModel:
             seqlens, patches = grids.seqlens, sum(grids.num_patches)
             pixels, out = pixels[:patches], out[: patches // self.config.spatial_merge_size**2]
             max_sequences = len(seqlens)
-        with captured_rows(len(pixels)):
-            layout = self.module.make_layout(grid_thw, len(pixels), max_sequences, seqlens)
-            return self.module.encode(pixels, layout, out, mm_kwargs["plan"], self.parallel)
+        layout = self.module.make_layout(grid_thw, len(pixels), max_sequences, seqlens)
+        return self.module.encode(pixels, layout, out, mm_kwargs["plan"], self.parallel)
 
     def warm_up_encoder_eager(self) -> None:
         """Run every kernel that an eager forward may choose, so that a miss compiles nothing."""
@@ -281,6 +282,7 @@ class Qwen3VLGraphModel:
             for grids in EAGER_SHAPES:
                 batch = self.make_encoder_inputs(grids)
                 self.module(batch["pixel_values"], grids, parallel=self.parallel)
+            torch.cuda.empty_cache()  # graphs use nothing of what these runs left behind
 
     def encoder_eager_forward(self, mm_kwargs: dict[str, Any]) -> Tensor:
         """The forward for a batch that no graph serves."""

@@ -20,12 +20,7 @@ from torch import Tensor
 
 from vitgraph.kernels.attention_config import AttentionConfig, attention_config
 from vitgraph.kernels.attention_schedule import AttentionSchedule, attention_schedule
-from vitgraph.kernels.launch import (
-    await_last_kernel,
-    dependence,
-    next_power_of_2,
-    num_multiprocessors,
-)
+from vitgraph.kernels.launch import next_power_of_2, num_multiprocessors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -139,10 +134,8 @@ def attention_kernel(
     TAIL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """Persistent: attend the units (tiles of one head) that this program draws."""
-    await_last_kernel(DEPENDENT)
     num_units = tl.load(state_ptr)
     unit = tl.program_id(0)
     while unit < num_units:
@@ -255,6 +248,6 @@ def attention(
         HEADS=num_heads, HEAD_DIM=head_dim, HEAD=head, TAIL=tail,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         num_warps=config.num_warps, num_stages=config.num_stages,
-        **dependence(qkv.device), enable_fp_fusion=True,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return out

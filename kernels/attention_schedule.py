@@ -19,12 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitgraph.kernels.launch import (
-    await_last_kernel,
-    dependence,
-    num_multiprocessors,
-    row_count,
-)
+from vitgraph.kernels.launch import num_multiprocessors, row_count
 
 
 class TileConfig(Protocol):
@@ -207,11 +202,9 @@ def attention_schedule_kernel(
     COUNTERS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_U: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """Programs take turns over the sequences: count the items of all longer ones, then write the
     sequence's own."""
-    await_last_kernel(DEPENDENT)
     num_sequences = row_count(num_sequences_ptr, max_sequences)
     # Sequence 0 is looked at even where there is none: it writes how many units there are.
     for sequence in range(tl.program_id(0), tl.maximum(num_sequences, 1), tl.num_programs(0)):
@@ -252,6 +245,6 @@ def attention_schedule(
         HEADS=num_heads, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         PROGRAMS=programs if config.can_split else 0,  # else one binary serves all GPUs of a kind
         MAX_PARTS=max_parts, COUNTERS=counters, BLOCK_S=128, BLOCK_U=512, num_warps=4,
-        **dependence(cu_seqlens.device), enable_fp_fusion=True,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return AttentionSchedule(config, table, state, partials)

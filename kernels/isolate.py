@@ -13,13 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitgraph.kernels.launch import (
-    await_last_kernel,
-    cdiv,
-    dependence,
-    next_power_of_2,
-    num_programs,
-)
+from vitgraph.kernels.launch import cdiv, next_power_of_2, num_programs
 
 BLOCK = 32  # heads of rows that a program looks at together
 
@@ -34,9 +28,7 @@ def isolate_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    await_last_kernel(DEPENDENT)
     num_rows = tl.minimum(tl.load(num_rows_ptr), max_rows).to(tl.int64)
     real = num_rows * HEADS
     end = tl.minimum(num_rows + tail, max_rows) * HEADS
@@ -81,7 +73,6 @@ def isolate(
             HEAD_DIM=head_dim,
             BLOCK=BLOCK,
             COLUMNS=next_power_of_2(head_dim),
-            **dependence(qkv.device),
             num_warps=4,
             enable_fp_fusion=True,
         )

@@ -1,32 +1,19 @@
 """What launches share: the GPU they are for, how many programs it takes, the row count."""
 
 import functools
-import math
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 Capability = tuple[int, int]
 
 # The Hopper tier is written in Gluon, which changes between releases of Triton: those it was tested
 # with, on a GPU. Any other is tried before it is used.
 GLUON_RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
-
-# Captured forwards of up to this many patches are chains of dependent launches, 0 for none. A gap
-# between kernels is 0.2-0.5 us shorter then; from 8,000 patches on, layers took 1-6 % longer. Read
-# when a graph is captured.
-DEPENDENT_ROWS = 2048
-
-# Captured forwards of up to this many patches leave the mergers of the levels to a branch of the
-# graph, 0 for none. Larger ones fill the GPU.
-BRANCH_ROWS = 2048
 
 # Of the A100, A40, RTX 4090, H100 and H200 (SXM), B200, RTX 5090.
 MULTIPROCESSORS = {
@@ -113,81 +100,6 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 @functools.cache
 def _side_stream(device: torch.device, thread: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
-
-
-_captured_rows: ContextVar[float] = ContextVar("_captured_rows", default=math.inf)
-
-
-@contextmanager
-def captured_rows(rows: float) -> Iterator[None]:
-    """Around a forward of `rows` patches that is captured: where they are few and the GPU can, each
-    kernel starts while the one before ends (programmatic dependent launch).
-
-    Eager forwards go without: they wait for the host, and every kernel would be compiled twice.
-    """
-    token = _captured_rows.set(rows)
-    try:
-        yield
-    finally:
-        _captured_rows.reset(token)
-
-
-def dependence(device: torch.device) -> dict[str, bool]:
-    """Options of the launch of a kernel that begins with `await_last_kernel(DEPENDENT)`."""
-    few = _captured_rows.get() <= DEPENDENT_ROWS
-    if few and torch.version.hip is None and capability_of(device) >= (9, 0):
-        return {"DEPENDENT": True, "launch_pdl": True}
-    return {"DEPENDENT": False}
-
-
-@triton.jit
-def await_last_kernel(DEPENDENT: tl.constexpr):
-    """Nothing that a kernel before may write is read, and nothing written, ahead of this.
-
-    The kernel before ends only after its own call, so all kernels before are complete: that takes
-    a call in every program of every kernel that is launched with `launch_pdl`. Others (cuBLAS) are
-    launched after the end of what was before them. No kernel lets the next one start early: an
-    explicit trigger cost more than it gained.
-    """
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-
-
-@functools.cache
-def _branch_of(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    # one for each: cuBLAS's workspace of a stream becomes part of the graphs that use it
-    return torch.cuda.Stream(stream.device)
-
-
-@contextmanager
-def branching(device: torch.device) -> Iterator[Callable[[Tensor], AbstractContextManager]]:
-    """Around a forward: yields `beside`.
-
-    What is launched inside `with beside(x)` runs at the same time as all that follows, up to the
-    end of this block, in a captured forward of few patches; elsewhere in its turn. It shares no
-    memory with what follows: `x`, which it reads, stays allocated as long, and nothing may write
-    it.
-    """
-    if device.type != "cuda" or _captured_rows.get() > BRANCH_ROWS:
-        yield nullcontext
-        return
-    kept: list[Tensor] = []
-    stream = torch.cuda.current_stream(device)
-    branch = _branch_of(stream)
-
-    @contextmanager
-    def beside(x: Tensor) -> Iterator[None]:
-        kept.append(x)
-        branch.wait_stream(stream)
-        with torch.cuda.stream(branch), captured_rows(math.inf):
-            yield
-
-    try:
-        yield beside
-    finally:  # also of a forward that fails: a capture with a loose end hides its error
-        if kept:
-            stream.wait_stream(branch)
-        kept.clear()
 
 
 def num_programs(device: torch.device, max_rows: int, per_multiprocessor: int) -> int:

@@ -18,13 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vitgraph.kernels.fp8.quantize import E4M3, E4M3_MAX, to_e4m3, why_no_e4m3
-from vitgraph.kernels.launch import (
-    await_last_kernel,
-    dependence,
-    next_power_of_2,
-    num_programs,
-    row_count,
-)
+from vitgraph.kernels.launch import next_power_of_2, num_programs, row_count
 
 MAX_WIDTH = 8192  # a row stays in the registers of one program
 
@@ -56,9 +50,7 @@ def layer_norm_kernel(
     WIDTH: tl.constexpr,
     MAIN: tl.constexpr,
     REST: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    await_last_kernel(DEPENDENT)
     # a row in two powers of two: 1152 = 1024 + 128 leaves no lane idle and registers for more rows
     main, rest = tl.arange(0, MAIN), MAIN + tl.arange(0, REST)
     inside = rest < WIDTH
@@ -182,7 +174,6 @@ def _launch(
         WIDTH=width,
         MAIN=main,
         REST=next_power_of_2(width - main),
-        **dependence(x.device),
         num_warps=warps * x.element_size() // 2,
         enable_fp_fusion=True,
     )

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitgraph.kernels.launch import await_last_kernel, cdiv, dependence
+from vitgraph.kernels.launch import cdiv
 
 BLOCK = 256  # patches, and sequences, of one program
 MAX_SLOTS = 1024  # each program holds all of them; above, the reference serves
@@ -74,9 +74,7 @@ def layout_kernel(
     MERGE: tl.constexpr,
     LEVELS: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    await_last_kernel(DEPENDENT)
     # Every program scans all slots: a few hundred integers, cheaper than a second launch.
     slot = tl.arange(0, 1 << LEVELS)
     used = slot < num_slots
@@ -151,7 +149,6 @@ def layout(
         MERGE=merge_size,
         LEVELS=6 if num_slots <= 64 else MAX_SLOTS.bit_length() - 1,
         BLOCK=BLOCK,
-        **dependence(grid_thw.device),
         num_warps=4,
         enable_fp_fusion=True,
     )

@@ -17,9 +17,6 @@ from vitgraph.kernels.linear_triton import Activation, PixelNormalization, is_al
 
 Provider = Literal["triton", "gluon", "cublas", "fixed"]
 
-# A LayerNorm adds to the residual what cuBLAS would by one more kernel; False to compare.
-NORMS_ADD = True
-
 
 def linear_reference(
     x: Tensor,  # [P, K]
@@ -109,7 +106,7 @@ def adds_apart(x: Tensor, weight: Tensor, provider: Provider | None = None) -> b
     """Whether `linear` on as many rows as those of `x` would add a residual by a kernel of its own,
     which the LayerNorm that reads the sum can save."""
     first = provider or linear_providers(x.device, x.dtype, len(x), *weight.shape)[0]
-    return NORMS_ADD and first == "cublas"
+    return first == "cublas"
 
 
 def _check(

@@ -12,13 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vitgraph.kernels.launch import (
-    await_last_kernel,
-    cdiv,
-    dependence,
-    num_programs,
-    row_count,
-)
+from vitgraph.kernels.launch import cdiv, num_programs, row_count
 from vitgraph.kernels.linear_config import LinearConfig, Tile
 
 Activation = Literal["gelu", "gelu_tanh"]
@@ -206,11 +200,10 @@ def linear_kernel(
     x_desc, weight_desc, small_x_desc, small_weight_desc, pixel_scale, pixel_shift,
     x_stride, residual_stride, out_stride, capacity, small_rows,
     N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr,
-    LARGE: tl.constexpr, SMALL: tl.constexpr, DEPENDENT: tl.constexpr,
+    LARGE: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
     """out[:num_rows] = act(x @ weight.T + bias) + residual. Tiles are LARGE or, up to `small_rows`,
     SMALL: fields of a Tile, or None."""
-    await_last_kernel(DEPENDENT)
     num_rows = row_count(num_rows_ptr, capacity)
     if SMALL is not None:  # noqa: SIM102 (known to the compiler, unlike the next)
         if num_rows <= small_rows:
@@ -282,5 +275,5 @@ def linear_triton(
         x.stride(0), residual.stride(0) if residual is not None else 0, out.stride(0),
         capacity, config.small_rows, out_features, in_features, activation,
         large and (*large,), small and (*small,), num_warps=config.num_warps,
-        **dependence(x.device), enable_fp_fusion=True,
+        enable_fp_fusion=True,
     )  # fmt: skip

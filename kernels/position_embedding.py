@@ -15,13 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitgraph.kernels.launch import (
-    await_last_kernel,
-    dependence,
-    next_power_of_2,
-    num_programs,
-    row_count,
-)
+from vitgraph.kernels.launch import next_power_of_2, num_programs, row_count
 
 
 @triton.jit
@@ -44,9 +38,7 @@ def position_embedding_kernel(
     SIDE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    await_last_kernel(DEPENDENT)
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
     for row in tl.range(tl.program_id(0), row_count(num_rows_ptr, max_rows), tl.num_programs(0)):
@@ -99,7 +91,6 @@ def position_embedding(
         SIDE=side,
         WIDTH=width,
         BLOCK=next_power_of_2(width),
-        **dependence(hidden.device),
         num_warps=2,
         enable_fp_fusion=True,
     )

@@ -11,14 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitgraph.kernels.launch import (
-    await_last_kernel,
-    cdiv,
-    dependence,
-    next_power_of_2,
-    num_programs,
-    row_count,
-)
+from vitgraph.kernels.launch import cdiv, next_power_of_2, num_programs, row_count
 
 PROGRAMS_PER_MULTIPROCESSOR = 32  # of one warp each: the most that fit
 TABLE_ROWS = 16  # patches of one program of the table
@@ -64,9 +57,7 @@ def rotary_table_kernel(
     HALF: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    await_last_kernel(DEPENDENT)
     pair = tl.arange(0, BLOCK_PAIRS)
     pair_mask = pair < HALF
     along_row = pair < HALF // 2
@@ -116,7 +107,6 @@ def rotary_table(
         HALF=half,
         BLOCK_PAIRS=next_power_of_2(half),
         BLOCK_ROWS=TABLE_ROWS,
-        **dependence(coords.device),
         num_warps=4,
         enable_fp_fusion=True,
     )
@@ -153,9 +143,7 @@ def rotary_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    await_last_kernel(DEPENDENT)
     HALF: tl.constexpr = HEAD_DIM // 2
     head = tl.arange(0, BLOCK_HEADS)
     dim = tl.arange(0, BLOCK_DIM)
@@ -212,7 +200,6 @@ def rotary(
         HEAD_DIM=head_dim,
         BLOCK_HEADS=next_power_of_2(num_heads),
         BLOCK_DIM=next_power_of_2(head_dim),
-        **dependence(qkv.device),
         num_warps=1,
         enable_fp_fusion=True,
     )

@@ -1,6 +1,6 @@
 """Compile every kernel for a GPU that is not there, under a release of Triton.
 
-    python tests/compile_kernels.py ARCH GROUP   JSON: what each kernel needs, how each begins
+    python tests/compile_kernels.py ARCH GROUP [NVDISASM]   JSON: what each kernel needs
 
 `compiled` runs this in a process of its own with a release first on the path, as in the process of
 the tests kernels may be interpreted. Other releases than the installed one are downloaded to
@@ -10,7 +10,6 @@ VITGRAPH_TRITON_CACHE (~/.cache/vitgraph/triton).
 import functools
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -60,20 +59,10 @@ def fetch(release: str) -> Path:
     return folder
 
 
+@functools.cache
 def compiled(arch: str, group: str, release: str | None = None) -> list[dict[str, Any]]:
     """Name, registers, stack and shared bytes of each kernel of a group of launches, and what
     wgmma_hazard.py finds in those of the Hopper tier."""
-    return _compile(arch, group, release)["kernels"]
-
-
-def beginnings(arch: str, group: str, release: str | None = None) -> list[dict[str, Any]]:
-    """Of each compilation: the kernel's name, whether it is launched dependent, and how often and
-    whether first of all (before it touches global memory) it waits for the kernel before."""
-    return _compile(arch, group, release)["beginnings"]
-
-
-@functools.cache
-def _compile(arch: str, group: str, release: str | None) -> dict[str, list[dict[str, Any]]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["OMP_NUM_THREADS"] = "1"
     if release is not None:
@@ -180,19 +169,6 @@ def every_dtype() -> None:
         attention_of(4096, 72, dtype)
 
 
-def dependent() -> None:
-    """What a captured forward of few patches launches: add new kernels here, too."""
-    from vitgraph.kernels.launch import captured_rows
-
-    with captured_rows(2048):
-        row_kernels(64, 4, hidden=1152, head_dim=72)
-        for one in LAYERS:
-            for capacity in (64, 256, 1024, 2048):
-                layer(one, torch.bfloat16, capacity)
-        for rows in (64, 1024):
-            attention_of(rows, 72, torch.bfloat16)
-
-
 def attention_of(rows: int, head_dim: int, dtype: torch.dtype, config: Any = None) -> None:
     """Attention with its table, as the architecture chooses or as `config` says."""
     from vitgraph.kernels.attention import attention, attention_schedule
@@ -278,7 +254,6 @@ def main(arch: str, group: str) -> None:
 
     # Under Triton 3.9 a launch that leaves `enable_fp_fusion` open warns, and 3.10 turns it off.
     warnings.simplefilter("error")
-    found = _listen()
     with compiling_for(arch) as kernels:
         globals()[group]()
     rows = [
@@ -292,31 +267,7 @@ def main(arch: str, group: str) -> None:
         }
         for kernel in kernels
     ]
-    json.dump({"kernels": rows, "beginnings": found}, sys.stdout)
-
-
-def _listen() -> list[dict[str, Any]]:
-    """Rows of `beginnings`, as kernels are compiled or found in the cache."""
-    import triton
-
-    found = []
-
-    def compilation(metadata: dict[str, Any], metadata_group: dict[str, str], **_: Any) -> None:
-        ptx = next(path for name, path in metadata_group.items() if name.endswith(".ptx"))
-        body = Path(ptx).read_text().partition(".entry")[2]
-        steps = re.findall(r"griddepcontrol\.wait|[\w.]+\.global\b|\.bulk\b", body)
-        waits = [step.startswith("griddep") for step in steps]
-        found.append(
-            {
-                "name": metadata["name"],
-                "dependent": metadata["launch_pdl"],
-                "waits": sum(waits),
-                "waits_first": waits[:1] == [True],
-            }
-        )
-
-    triton.knobs.compilation.listener = compilation
-    return found
+    json.dump(rows, sys.stdout)
 
 
 def _hazards(cubin: bytes) -> list[str] | None:

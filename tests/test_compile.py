@@ -18,19 +18,16 @@ _SPEC = importlib.util.spec_from_file_location(
 )
 compile_kernels = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(compile_kernels)
-compiled, beginnings = compile_kernels.compiled, compile_kernels.beginnings
-RELEASES = compile_kernels.RELEASES
+compiled, RELEASES = compile_kernels.compiled, compile_kernels.RELEASES
 
 GROUPS = {
     "core": ARCHITECTURES,
     "hopper": ("sm_90",),
-    "dependent": ("sm_90", "sm_100"),
     "fp8": ("sm_89", "sm_90", "sm_100", "sm_120"),
 }
 KERNELS = {
     "core": {"attention_kernel"},
     "hopper": {"attention_sm90_kernel"},
-    "dependent": {"linear_kernel"},
     "fp8": {"layer_norm_kernel", "linear_fp8_kernel", "quantize_kernel"},
 }
 # "all" to download what is not there; CI does.
@@ -63,7 +60,7 @@ def test_no_spills_under_any_release(release, group, arch):
     kernels = compile_kernels.in_background(arch, group, release).result()
     names = {kernel["name"] for kernel in kernels}
     expected = set(KERNELS[group])
-    if arch == "sm_90" and group in ("core", "dependent"):
+    if arch == "sm_90" and group == "core":
         expected |= {"linear_sm90_kernel"}
     if arch == "sm_90" and group == "fp8":
         expected |= {"linear_fp8_sm90_kernel"}
@@ -78,44 +75,6 @@ def test_no_wgmma_loses_its_registers(release):
             if kernel["hazards"] is None:
                 pytest.skip(f"no nvdisasm here reads the code of triton {release}'s ptxas")
             assert kernel["hazards"] == [], kernel["name"]
-
-
-# A share of several ranks has no launch that is small.
-INDEPENDENT = {"move_rows_kernel"}
-
-
-def test_dependent_kernels_wait_first(release):
-    """One that does not may start before the kernel before the last has ended."""
-    kernels = beginnings("sm_90", "dependent", release)
-    assert {k["name"] for k in kernels if k["dependent"]} >= {
-        "layout_kernel",
-        "position_embedding_kernel",
-        "rotary_table_kernel",
-        "rotary_kernel",
-        "isolate_kernel",
-        "layer_norm_kernel",
-        "linear_kernel",
-        "linear_sm90_kernel",
-        "attention_schedule_kernel",
-        "attention_kernel",
-        "attention_sm90_kernel",
-    }
-    for kernel in kernels:
-        if kernel["dependent"]:
-            assert kernel["waits"] == 1 and kernel["waits_first"], kernel
-        else:
-            assert kernel["name"] in INDEPENDENT
-            assert kernel["waits"] == 0
-
-
-@pytest.mark.parametrize(
-    ("group", "arch"), [("core", "sm_90"), ("dependent", "sm_80"), ("dependent", "sm_89")]
-)
-def test_others_do_not_wait(group, arch):
-    """Eager launches, and GPUs that cannot."""
-    kernels = beginnings(arch, group)
-    assert len(kernels) > 12
-    assert [k for k in kernels if k["dependent"] or k["waits"]] == []
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])

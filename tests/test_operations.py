@@ -5,11 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
+from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder, forward
 from vitgraph.encoder.attention.backends import resolve_backend
 from vitgraph.encoder.attention.trial import Heads
 from vitgraph.encoder.operations import resolve_operations
-from vitgraph.kernels import linear
 from vitgraph.kernels.launch import is_interpreted
 
 # One head, patches of 8x8: the interpreter takes its time for every tile.
@@ -85,10 +84,10 @@ def test_norms_add_what_cublas_would(layers, device, monkeypatch) -> None:
     pixels = torch.randn(PATCHES, WIDTH, device=device)
     additions, add = [], torch.add
     monkeypatch.setattr(torch, "add", lambda *x, **out: additions.append(x) or add(*x, **out))
-    monkeypatch.setattr(linear, "NORMS_ADD", False)
-    expected = encoder(pixels, GRIDS)
+    with monkeypatch.context() as patch:
+        patch.setattr(forward, "adds_apart", lambda *layer: False)
+        expected = encoder(pixels, GRIDS)
     assert len(additions) == SMALL.depth * len(layers)
-    monkeypatch.setattr(linear, "NORMS_ADD", True)
     assert torch.equal(encoder(pixels, GRIDS), expected)
     assert len(additions) == SMALL.depth * len(layers)
 

@@ -22,7 +22,6 @@ from vitgraph.encoder.operations import TRITON
 from vitgraph.graphs.config import powers_of_two
 from vitgraph.graphs.qwen3_vl import EAGER_SHAPES, Qwen3VLGraphModel
 from vitgraph.kernels.isolate import isolate
-from vitgraph.kernels.launch import captured_rows
 from vitgraph.kernels.layout import Layout
 
 
@@ -65,10 +64,9 @@ def precompile(
             pixels = torch.empty(patches, config.patch_width, dtype=encoder.pixel_dtype)
             grids = torch.zeros(max_items, 3, dtype=torch.int32)
             out = torch.empty(budget, config.output_width, dtype=dtype)
-            with captured_rows(patches):
-                layout = encoder.make_layout(grids, patches, budget)
-                encoder.encode(pixels, layout, out)  # measured plans have cuBLAS and these kernels
-                _norms_that_add(encoder, layout)
+            layout = encoder.make_layout(grids, patches, budget)
+            encoder.encode(pixels, layout, out)  # measured plans have cuBLAS and these kernels
+            _norms_that_add(encoder, layout)
         heads = torch.empty(16, 3, config.num_heads, config.head_dim, dtype=dtype)
         isolate(heads, layout.num_patches, TAIL)  # some attention libraries need it
         model = Qwen3VLGraphModel(encoder)

@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from vitgraph.kernels.launch import await_last_kernel, dependence, hopper_tier_unavailable
+from vitgraph.kernels.launch import hopper_tier_unavailable
 from vitgraph.kernels.sm90.attention_blocks import (
     attend_overlapped,
     attend_queued,
@@ -181,7 +181,6 @@ def attention_sm90_kernel(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     OVERLAP: gl.constexpr,
-    DEPENDENT: gl.constexpr,
 ):
     """Persistent and warp-specialised: CONSUMERS warpgroups and one producer warp."""
     sizes = Sizes(HEADS, HEAD_DIM, TAIL, ROWS, CONSUMERS, BLOCK_N, STAGES, OVERLAP)
@@ -200,23 +199,29 @@ def attention_sm90_kernel(
         make_barriers(STAGES, 1),
         make_barriers(STAGES, CONSUMERS),
     )
-    # For all warps: the others start when these let them.
-    await_last_kernel(DEPENDENT)
     source = (q_desc, q_tail_desc, kv_desc, kv_tail_desc, table_ptr, state_ptr)
     target = (out_ptr, state_ptr, partials_ptr, scale_log2)
     if CONSUMERS == 2:
-        gl.warp_specialize([
-            (_consumer, (sizes, shared, target, 0)),
-            (_consumer, (sizes, shared, target, 1)),
-            (_producer, (sizes, shared, source)),
-        ], [4, 1], [240, 24])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (_consumer, (sizes, shared, target, 0)),
+                (_consumer, (sizes, shared, target, 1)),
+                (_producer, (sizes, shared, source)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
     else:
-        gl.warp_specialize([
-            (_consumer, (sizes, shared, target, 0)),
-            (_consumer, (sizes, shared, target, 1)),
-            (_consumer, (sizes, shared, target, 2)),
-            (_producer, (sizes, shared, source)),
-        ], [4, 4, 1], [160, 160, 32])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (_consumer, (sizes, shared, target, 0)),
+                (_consumer, (sizes, shared, target, 1)),
+                (_consumer, (sizes, shared, target, 2)),
+                (_producer, (sizes, shared, source)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )
 
 
 @dataclass(frozen=True)
@@ -291,5 +296,5 @@ def launch_attention_sm90(
         HEADS=num_heads, HEAD_DIM=head_dim, TAIL=16 if head_dim > 64 else 0,
         ROWS=config.rows, CONSUMERS=config.consumers, BLOCK_N=config.block_n,
         STAGES=config.stages, OVERLAP=config.overlap, num_warps=4,
-        **dependence(qkv.device), enable_fp_fusion=True,
+        enable_fp_fusion=True,
     )  # fmt: skip

@@ -23,13 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from vitgraph.kernels.launch import (
-    await_last_kernel,
-    cdiv,
-    dependence,
-    num_programs,
-    row_count,
-)
+from vitgraph.kernels.launch import cdiv, num_programs, row_count
 from vitgraph.kernels.linear_triton import Activation
 from vitgraph.kernels.sm90.gluon_names import async_load
 from vitgraph.kernels.sm90.linear_flat import consume_flat, produce_flat
@@ -173,9 +167,11 @@ def _consume(
 def linear_sm90_kernel(
     x_desc, weight_desc, tail_desc, residual_desc, out_desc,
     bias_ptr, out_ptr, num_rows_ptr, out_stride, capacity,
-    N: gl.constexpr, K: gl.constexpr, ACTIVATION: gl.constexpr, DEPENDENT: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """The function of `linear_kernel`."""
+    num_rows = row_count(num_rows_ptr, capacity)
+
     dtype: gl.constexpr = x_desc.dtype
     layout: gl.constexpr = x_desc.layout
     barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
@@ -194,9 +190,6 @@ def linear_sm90_kernel(
         mbarrier.init(residual_ready.index(consumer), count=1)
     mbarrier.init(sums_barrier, count=CONSUMERS - 1)
 
-    # For all warps: the others start when these let them.
-    await_last_kernel(DEPENDENT)
-    num_rows = row_count(num_rows_ptr, capacity)
     stages = (x_smem, weight_smem, tail_smem, ready, empty)
     outputs = (bias_ptr, residual_desc, out_ptr, out_stride, out_desc)
     barriers = (residual_ready, sums_barrier)
@@ -233,5 +226,5 @@ def linear_sm90(
         bias, out, num_rows, out.stride(0), capacity, out_features, in_features, activation,
         # 65,536 registers are 128 for each of 512 threads; the consumers take the producer's.
         num_warps=4, maxnreg=128,
-        **dependence(x.device), enable_fp_fusion=True,
+        enable_fp_fusion=True,
     )  # fmt: skip
