@@ -34,6 +34,7 @@ class Tower(Protocol):
     normalization: PixelNormalization
     frequencies: Tensor
     fp8_blocks: range
+    fp8_min_patches: int
     patch_embed: PatchEmbed
     pos_embed: nn.Embedding
     blocks: nn.ModuleList
@@ -162,10 +163,11 @@ def forward(
     ops.position_embedding(x, tower.pos_embed.weight, coords, rows)
     table = ops.rotary_table(coords, tower.frequencies, rows)
     stream: Sum = x, None
+    fp8_blocks = tower.fp8_blocks if len(pixels) >= tower.fp8_min_patches else ()
     with branching(pixels.device, plan.branches) as beside:
         for depth, layer in enumerate(tower.blocks):
             assert isinstance(layer, Block)
-            stream = block(layer, stream, depth in tower.fp8_blocks)
+            stream = block(layer, stream, depth in fp8_blocks)
             if depth in config.deepstack_visual_indexes:
                 level = config.deepstack_visual_indexes.index(depth)
                 merger = tower.deepstack_merger_list[level]

@@ -5,7 +5,7 @@ Legend: P patches, T tokens, C hidden, H heads, D head_dim.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -50,12 +50,15 @@ class Qwen3VLVisionEncoder(VisionModules):
             patches that are normalised on load; the encoder itself takes both.
         batch_invariant: an item gives the same bits alone, in any pack, eagerly and in a graph.
             Triton kernels only, in one tiling; slower, small batches the most.
-        linear_dtype: "same", or "fp8" for qkv, fc1 and fc2 of the blocks.
+        linear_dtype: "same", or "fp8" for qkv, fc1 and fc2 of the blocks, in forwards with a
+            capacity of at least `fp8_min_patches`: smaller ones are faster in `dtype`.
         fp8_skip_blocks: the first so many blocks stay in `dtype`, for accuracy.
 
     Weights are uninitialised until `from_pretrained`, `from_transformers`, `random` or
     `load_state_dict` fill them.
     """
+
+    fp8_min_patches = 2049
 
     def __init__(
         self,
@@ -93,9 +96,8 @@ class Qwen3VLVisionEncoder(VisionModules):
         frequencies = rotary_frequencies(self.config.head_dim, self.config.rope_theta, device)
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.ops = resolve_operations(ops, device, self.dtype, fp8=bool(self.fp8_blocks))
-        self.plan = Plan(resolve_backend(attention, self.heads, device))
-        if self.batch_invariant:
-            self.plan = fixed_plan()
+        backend = resolve_backend(attention, self.heads, device)
+        self.plan = fixed_plan() if self.batch_invariant else Plan(backend)
         self._settled_for = (device, self.dtype)
 
     def check_modules(self) -> None:
@@ -125,7 +127,7 @@ class Qwen3VLVisionEncoder(VisionModules):
     @classmethod
     def from_pretrained(
         cls, model: str | Path, *, revision: str | None = None, **kwargs: Any
-    ) -> "Qwen3VLVisionEncoder":
+    ) -> Self:
         """Load the vision tower of a checkpoint; weights in e4m3 become values times scales.
 
         Args:
@@ -152,7 +154,7 @@ class Qwen3VLVisionEncoder(VisionModules):
         return encoder
 
     @classmethod
-    def from_transformers(cls, vision_model: Any, **options: Any) -> "Qwen3VLVisionEncoder":
+    def from_transformers(cls, vision_model: Any, **options: Any) -> Self:
         """Wrap a vision tower of transformers, an instance of one of `encoder.config.TOWERS`; the
         weights are shared, not copied.
 
@@ -185,9 +187,7 @@ class Qwen3VLVisionEncoder(VisionModules):
         self._settle()
 
     @classmethod
-    def random(
-        cls, config: VisionConfig, *, seed: int = 0, **kwargs: Any
-    ) -> "Qwen3VLVisionEncoder":
+    def random(cls, config: VisionConfig, *, seed: int = 0, **kwargs: Any) -> Self:
         """Build with random weights: matrices and tables N(0, 0.02), norms around 1; for demos and
         benchmarks."""
         encoder = cls(config, **kwargs)

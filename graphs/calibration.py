@@ -59,7 +59,9 @@ def calibrate(encoder: Qwen3VLVisionEncoder, num_patches: int, max_sequences: in
     """
     measured: dict[str, dict[str, float]] = {}
     providers: dict[str, Provider] = {}
-    every_block_is_fp8 = len(encoder.fp8_blocks) == encoder.config.depth
+    every_block_is_fp8 = (
+        len(encoder.fp8_blocks) == encoder.config.depth and num_patches >= encoder.fp8_min_patches
+    )
     for name in LAYERS:
         if name in FP8_LAYERS and every_block_is_fp8:
             continue

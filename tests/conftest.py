@@ -16,7 +16,7 @@ from torch import Tensor
 if not torch.cuda.is_available():  # before any kernel module is imported
     os.environ["TRITON_INTERPRET"] = "1"
 
-from vitgraph.encoder import GEOMETRIES
+from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.kernels.fp8 import quantize
 
 
@@ -61,6 +61,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> torch.device:
     """Where kernels run: the GPU, or the CPU under the interpreter."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def fp8_of_any_size(monkeypatch) -> None:
+    """Batches of tests are small."""
+    monkeypatch.setattr(Qwen3VLVisionEncoder, "fp8_min_patches", 0)
 
 
 @pytest.fixture

@@ -91,6 +91,21 @@ def test_blocks_that_are_left_out_gain_accuracy(reference):
     assert found == sorted(found, reverse=True) and found[3] < found[0] / 1.3
 
 
+def test_small_forwards_stay_in_their_dtype(reference, monkeypatch):
+    """By their capacity, in graphs and eagerly: quantising takes longer than it gains there."""
+    monkeypatch.setattr(Qwen3VLVisionEncoder, "fp8_min_patches", 257)
+    plain, encoder = Qwen3VLVisionEncoder.from_transformers(reference), fp8(reference)
+    manager = EncoderCudaGraphManager(encoder, CompilationConfig(True, (64, 128), 8))
+    manager.capture()
+    grids = [[(1, 8, 12), (1, 4, 4)], [(1, 16, 16)], [(1, 16, 18)]]
+    for item, small in zip(grids, (True, True, False), strict=True):
+        batch = manager.model.make_encoder_inputs(item)
+        expected = plain(batch["pixel_values"], item)
+        for rows in (encoder(batch["pixel_values"], item), torch.cat(manager.execute(batch))):
+            assert (relative_error(rows, expected) < 1e-5) == small
+    assert manager.get_cumulative_stats()["graph_misses"] == 0
+
+
 @pytest.mark.parametrize("skip", SKIPS)
 def test_kernels_give_what_the_reference_gives(reference, device, pixels, skip):
     """Values that lie between two of e4m3 fall to either side, few of them."""

@@ -116,6 +116,7 @@ def _encoders(
                 ops="torch" if unserved else "auto",
                 **linears,
             )
+            encoder.fp8_min_patches = 0  # what small images get in a pack
             encoder.load_state_dict(truth.state_dict())
             skipped = linears.get("fp8_skip_blocks")
             fp8 = "fp8 " * bool(linears) if not skipped else f"fp8-skip{skipped} "
