@@ -31,6 +31,11 @@ def says(page: str, words: str) -> bool:
     return words in " ".join(page.split())
 
 
+def word(count: int) -> str:
+    """A small number as the pages write it."""
+    return next(name for name, number in COUNTS.items() if number == count)
+
+
 def result(link: str, page: str = BENCH) -> dict:
     """The result file behind a link of a page."""
     return read(Path(re.search(rf"\[{link}\]\(([^)]+)\)", page).group(1)).stem)
@@ -206,18 +211,64 @@ def test_serving() -> None:
 
 def test_mm_processor() -> None:
     engines = result("mm-processor", BENCH)["engines"]
+    assert all(engine["quiet"] for engine in engines.values())
     rows = table("| requests | attention | vLLM, graphs", BENCH)
-    assert len(rows) == 4
+    assert len(rows) == 6
     for mix, attention, *cells in rows:
-        names = [f"{attention} {mode} {t}" for mode in ("graph", "eager") for t in TOWERS]
-        mixes = [engines[name].get("mixes", {}).get(mix) for name in names]
+        mixes = [
+            engines.get(f"{attention} graph {t}", {}).get("mixes", {}).get(mix) for t in TOWERS
+        ]
         means = [f"{one['encoder_forward_ms']['mean']:.2f}" if one else "-" for one in mixes]
         assert cells == means
-    times = [
-        result("engine")["engines"][f"FLASH_ATTN {mode} vitgraph"]["milliseconds"]["20 x (1,20,20)"]
-        for mode in ("graph", "eager")
-    ]
-    assert says(BENCH, "take {:.2f} ms with graphs and {:.2f} without".format(*times))
+
+
+def test_large_job() -> None:
+    (run,) = result("large job")["runs"]
+    share = re.search(r"encoding (\d+%), writing (\d+%)", run["where"])
+    assert says(
+        BENCH, f"at {run['images_per_second']:.0f} a second, {share[1]} of the time encoding"
+    )
+    assert says(BENCH, f"{share[2]} writing, and {run['peak_mib'] / 1024:.1f} GiB of memory")
+
+
+def test_fp8_times() -> None:
+    workloads = result("FP8")["workloads"]
+    rows = table("| FP8 layers | tokens")
+    assert [row[0] for row in rows] == list(workloads)
+    for name, tokens, bf16, fp8, ratio, *vllm in rows:
+        measured, systems = workloads[name], workloads[name]["systems"]
+        ours = systems["vitgraph fp8 graph"]
+        assert (tokens, bf16) == (str(measured["tokens"]), f"{measured['graph_ms']:.2f}")
+        assert (fp8, ratio) == (f"{ours['p50_ms']:.2f}", f"{ours['ratio']:.2f}")
+        assert vllm == [
+            f"{systems[f'vllm FLASH_ATTN {mode}']['p50_ms']:.2f}" for mode in ("graph", "eager")
+        ]
+    large = [float(row[4]) for row in rows[2:]]
+    words = f"{min(large):.2f} to {max(large):.2f} of the time of bfloat16"
+    assert says(GRAPHS, words) and says(PLUGIN, words)
+    assert all(float(row[4]) > 1 for row in rows[:2])
+
+
+def test_portable_with_flash_attention() -> None:
+    (path,) = re.findall(r"\[portable, with it\]\(([^)]+)\)", BENCH)
+    rows = table("| workload | tokens", (ROOT / "bench" / path).read_text())
+    eager, graph = ([float(row[column].split()[0]) for row in rows] for column in (4, 5))
+    assert says(
+        BENCH, f"take {min(graph):.2f} to {max(graph):.2f} times as long on {word(len(rows))}"
+    )
+    assert says(BENCH, f"its eager forward {min(eager):.2f} times on the largest image")
+
+
+def test_small_graphs() -> None:
+    found = result("small graphs")
+    assert found["wrong"] == []
+    rows = [found["gpu_ms"][name] for name in ("1x(1,20,20)", "1x(1,32,32)")]
+    norms, everything, alone = (
+        " and ".join(f"{row[name] / row['base']:.3f}" for row in rows)
+        for name in ("norms", "all", "pdl")
+    )
+    assert says(BENCH, f"leaves {norms} of the time")
+    assert says(BENCH, f"dependent launches, {everything}. Dependent launches alone leave {alone}:")
 
 
 def test_attention_times() -> None:
