@@ -102,6 +102,12 @@ def main() -> int:
     parser.add_argument("--save", type=output_file, default=None)
     args = parser.parse_args()
     console, runs = make_console(), []
+    result = header() | {"images": args.images, "runs": runs}
+
+    def save() -> None:
+        if args.save:  # as it grows: a run that is cut keeps what it has
+            args.save.write_text(json.dumps(result, indent=1) + "\n")
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with console.status("making images"):
@@ -114,21 +120,20 @@ def main() -> int:
         for way in ways:
             runs.append(measure(folder / "images", folder / "whole", [*common, *way]))
             console.print(runs[-1], markup=False)
+            save()
             expected = items(folder / "whole")
             shutil.rmtree(folder / "whole")  # 50 GB, of 2,000 images
         way = ["--workers", str(args.workers[-1])]
         killed = kill_and_resume(folder / "images", folder / "killed", [*common, *way])
-        killed["equal"] = items(folder / "killed") == expected
+        result["killed"] = killed | {"equal": items(folder / "killed") == expected}
+        save()
     view = Table("options", "images/s", "peak MiB", "where the time went", box=None)
     for run in runs:
         numbers = f"{run['images_per_second']:.1f}", f"{run['peak_mib']:.0f}"
         view.add_row(run["options"], *numbers, run["where"])
     console.print(view)
-    console.print(f"killed and run again: {killed}")
-    if args.save:
-        result = header() | {"images": args.images, "runs": runs, "killed": killed}
-        args.save.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if killed["equal"] else 1
+    console.print(f"killed and run again: {result['killed']}", markup=False)
+    return 0 if result["killed"]["equal"] else 1
 
 
 if __name__ == "__main__":

@@ -130,13 +130,14 @@ def main() -> int:
         for turn in range(args.rounds):
             for release in releases if turn % 2 == 0 else reversed(releases):
                 release.round()
+            for release in releases:
+                result["releases"][release.name]["quartiles_ms"] = release.summary()
+            if args.save:  # after every round: a run that is cut keeps what it has
+                result["rounds"] = turn + 1
+                args.save.write_text(json.dumps(result, indent=1) + "\n")
     finally:
         for release in releases:
             release.process.kill()
-    for release in releases:
-        result["releases"][release.name]["quartiles_ms"] = release.summary()
-    if args.save:
-        args.save.write_text(json.dumps(result, indent=1) + "\n")
     make_console().print(table(result))
     return 0
 
