@@ -75,6 +75,7 @@ def _ours(setup: Setup, name: str, attention: str, linear_dtype: str = "same") -
         config, device="meta", dtype=dtype, attention=attention, linear_dtype=linear_dtype
     )
     encoder.share_weights(setup.encoder)
+    encoder.fp8_min_patches = 0  # to see from where on it pays
     compilation = CompilationConfig(True, setup.budgets, setup.max_items)
     manager = EncoderCudaGraphManager(encoder, compilation, log_interval=0)
     captured = measure_capture(manager.capture, encoder.device)

@@ -1,5 +1,7 @@
-"""What the way to plan a capture costs: the same budgets captured with measured plans, with the
-table's provider for every layer and our own attention, and batch-invariant.
+"""What ways to plan a capture cost, the same budgets captured in each.
+
+Plans are measured, or have the table's provider for every layer and our own attention, or are
+batch-invariant.
 
     python -m vitgraph.bench.plans [--geometry 8b] [--seconds 120] [--save FILE]
 

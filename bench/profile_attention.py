@@ -1,5 +1,4 @@
-"""Hardware counters of packed attention, by Nsight Compute: how busy the tensor cores are, what
-waits.
+"""Hardware counters of packed attention, by Nsight Compute: how busy are the tensor cores?
 
     python -m vitgraph.bench.profile_attention [--libraries fa3-fwd] [--save FILE]
     python -m vitgraph.bench.profile_attention --csv FILE     # the counters of an earlier run

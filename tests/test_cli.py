@@ -1,6 +1,7 @@
 """The command line as a user meets it."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -174,6 +175,12 @@ def test_demo(capsys) -> None:
     printed = capsys.readouterr().out
     assert "equal" in printed
     assert "5 items packed" in printed
+
+
+def test_demo_in_fp8(capsys) -> None:
+    assert main(["demo", "--geometry", "tiny", "--device", "cpu", "--linear-dtype", "fp8"]) == 0
+    found = re.search(r"largest relative error (\S+), allowed", capsys.readouterr().out)
+    assert 1e-2 < float(found[1]) < 0.15
 
 
 def test_demo_fails_when_the_outputs_differ(capsys, monkeypatch) -> None:

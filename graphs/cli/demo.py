@@ -13,6 +13,7 @@ from torch import nn
 
 from vitgraph.bench.families import transformers_tower
 from vitgraph.bench.options import choose
+from vitgraph.bench.systems import FP8_TOLERANCE
 from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder
 from vitgraph.graphs.cli.encode import summary, table
 from vitgraph.graphs.config import CompilationConfig
@@ -36,7 +37,13 @@ def demo(args: argparse.Namespace, console: Console) -> int:
     )
     with console.status("building the tower"):
         reference = transformers_tower(GEOMETRIES[geometry], device, dtype)
-        encoder = Qwen3VLVisionEncoder.from_transformers(reference, attention=args.attention)
+        encoder = Qwen3VLVisionEncoder.from_transformers(
+            reference,
+            attention=args.attention,
+            linear_dtype=args.linear_dtype,
+            fp8_skip_blocks=args.fp8_skip_blocks,
+        )
+        encoder.fp8_min_patches = 0  # the pictures are small
     manager = EncoderCudaGraphManager(
         encoder,
         CompilationConfig(True, encoder_cudagraph_token_budgets=(128, 256, 512, 1024)),
@@ -56,11 +63,16 @@ def demo(args: argparse.Namespace, console: Console) -> int:
     console.print(table(results, graphs=on_gpu))
     console.print(summary(manager), f"; captured in {captured:.1f} s", sep="", highlight=False)
     with console.status("encoding with transformers"):
-        return _compare(reference, results, dtype, console)
+        allowed = FP8_TOLERANCE if encoder.fp8_blocks else TOLERANCE[dtype]
+        return _compare(reference, results, dtype, allowed, console)
 
 
 def _compare(
-    reference: nn.Module, results: list[Result], dtype: torch.dtype, console: Console
+    reference: nn.Module,
+    results: list[Result],
+    dtype: torch.dtype,
+    allowed: float,
+    console: Console,
 ) -> int:
     device = next(reference.parameters()).device
     worst = 0.0
@@ -71,10 +83,10 @@ def _compare(
         expected = torch.cat([output.pooler_output, *output.deepstack_features], dim=1).double()
         error = (result.embeddings.double() - expected).norm() / expected.norm()
         worst = max(worst, error.item())
-    verdict = "equal" if worst <= TOLERANCE[dtype] else "DIFFERENT"
+    verdict = "equal" if worst <= allowed else "DIFFERENT"
     console.print(
         f"against transformers, same weights: {verdict} (largest relative error {worst:.1e}, "
-        f"allowed {TOLERANCE[dtype]:.0e} in {dtype})",
+        f"allowed {allowed:.0e} in {dtype})",
         highlight=False,
     )
     return 0 if verdict == "equal" else 1
