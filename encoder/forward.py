@@ -23,7 +23,18 @@ from vitgraph.kernels.layer_norm import normalized_scale
 from vitgraph.kernels.layout import Layout
 from vitgraph.kernels.linear import PixelNormalization, adds_apart
 
-Sum = tuple[Tensor, Tensor | None]  # the residual stream [P, C], and what its next norm adds to it
+
+class Stream:
+    """The residual stream [P, C], and what its next norm adds to it: taken once, as it is memory
+    that is wanted again."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+        self.added: Tensor | None = None
+
+    def take(self) -> Tensor | None:
+        added, self.added = self.added, None
+        return added
 
 
 class Tower(Protocol):
@@ -53,6 +64,7 @@ def forward(
     out: Tensor,
     plan: Plan,
     attend: Attend | None = None,
+    whole: int | None = None,
 ) -> Tensor:
     """Run the forward pass.
 
@@ -63,6 +75,7 @@ def forward(
             of each deepstack level.
         plan: how this capacity is computed.
         attend: attention where it is not the plan's, which knows these rows alone.
+        whole: capacity of the batch that these rows are a share of.
     """
     config, ops = tower.config, tower.ops
     rows, coords = layout.num_patches, layout.coords
@@ -77,13 +90,10 @@ def forward(
         provider = plan.providers.get(name)
         return ops.linear(x, layer.weight, layer.bias, provider=provider, **options)
 
-    def layer_norm(norm: nn.LayerNorm, x: Sum, num_rows: Tensor = rows) -> Tensor:
-        residual, added = x
-        return ops.layer_norm(residual, norm.weight, norm.bias, norm.eps, num_rows, added)
-
-    def norm_adds(name: str, layer: nn.Linear, x: Tensor) -> bool:
-        provider = plan.providers.get(name)
-        return ops.name == "triton" and adds_apart(x, layer.weight, provider)
+    def layer_norm(
+        norm: nn.LayerNorm, x: Tensor, added: Tensor | None, num_rows: Tensor = rows
+    ) -> Tensor:
+        return ops.layer_norm(x, norm.weight, norm.bias, norm.eps, num_rows, added)
 
     def linear_fp8(
         layer: nn.Linear,
@@ -101,50 +111,53 @@ def forward(
         quantized = ops.quantize(layer.weight, layer.bias, *folded)
         return ops.linear_fp8(x, scale, quantized, num_rows=rows, **options)
 
-    def qkv_of(layer: Block, x: Sum, fp8: bool) -> Tensor:
+    def qkv_of(layer: Block, stream: Stream, fp8: bool) -> Tensor:
         if fp8:
-            y = ops.layer_norm_e4m3(x[0], layer.norm1.eps, rows, x[1])
+            y = ops.layer_norm_e4m3(stream.x, layer.norm1.eps, rows, stream.take())
             return linear_fp8(layer.attn.qkv, layer.norm1, y, constant, out=qkv_buffer)
-        return linear("qkv", layer.attn.qkv, layer_norm(layer.norm1, x), out=qkv_buffer)
+        y = layer_norm(layer.norm1, stream.x, stream.take())
+        return linear("qkv", layer.attn.qkv, y, out=qkv_buffer)
 
-    def mlp(layer: Block, x: Sum, fp8: bool) -> Sum:
-        fc1, fc2, residual = layer.mlp.linear_fc1, layer.mlp.linear_fc2, x[0]
+    def mlp(layer: Block, stream: Stream, fp8: bool) -> None:
+        fc1, fc2, x = layer.mlp.linear_fc1, layer.mlp.linear_fc2, stream.x
         if fp8:
-            scales = scales_of(len(residual), config.intermediate_size, residual.device)
+            scales = scales_of(len(x), config.intermediate_size, x.device)
             into = {"activation": "gelu_tanh", "out": inner_fp8, "out_scale": scales}
-            y = ops.layer_norm_e4m3(residual, layer.norm2.eps, rows, x[1])
+            y = ops.layer_norm_e4m3(x, layer.norm2.eps, rows, stream.take())
             linear_fp8(fc1, layer.norm2, y, constant, **into)
-            y = linear_fp8(fc2, None, inner_fp8, scales, residual=residual, out=residual)
-            return y, None
-        y = layer_norm(layer.norm2, x)
-        later = norm_adds("fc2", fc2, residual)
+            stream.x = linear_fp8(fc2, None, inner_fp8, scales, residual=x, out=x)
+            return
+        y = layer_norm(layer.norm2, x, stream.take())
         weights = fc1.weight, fc1.bias, fc2.weight, fc2.bias
         providers = plan.providers.get("fc1"), plan.providers.get("fc2")
-        y = ops.mlp(
-            y, *weights, None if later else residual, rows, inner=inner, providers=providers
-        )
-        return (residual, y) if later else (y, None)
+        later = adds_apart(x, fc2.weight, providers[1])
+        y = ops.mlp(y, *weights, None if later else x, rows, inner=inner, providers=providers)
+        stream.x, stream.added = (x, y) if later else (y, None)
 
-    def block(layer: Block, x: Sum, fp8: bool) -> Sum:
+    def block(layer: Block, stream: Stream, fp8: bool) -> None:
         # One name: what is no longer needed is freed before attention takes its scratch.
-        y = qkv_of(layer, x, fp8)
+        y = qkv_of(layer, stream, fp8)
         y = y.view(-1, 3, config.num_heads, config.head_dim)
         y = attend(ops.rotary(y, table, rows))
-        proj, residual = layer.attn.proj, x[0]
-        if norm_adds("proj", proj, residual):
-            return mlp(layer, (residual, linear("proj", proj, y)), fp8)
-        return mlp(layer, (linear("proj", proj, y, residual=residual, out=residual), None), fp8)
-
-    def merge(merger: Merger, x: Sum, columns: Tensor, beside: Beside = nullcontext) -> None:
-        """The 2x2 shuffle is a view: the patches of a token are consecutive rows. Only the norm
-        reads `x`, which the next block changes."""
-        tokens, width = layout.num_tokens, merger.linear_fc1.in_features
-        if merger.norm.normalized_shape[0] == width:
-            residual, added = x
-            added = None if added is None else added.view(-1, width)
-            y = layer_norm(merger.norm, (residual.view(-1, width), added), tokens)
+        proj, x = layer.attn.proj, stream.x
+        if adds_apart(x, proj.weight, plan.providers.get("proj")):
+            stream.added = linear("proj", proj, y)
         else:
-            y = layer_norm(merger.norm, x).view(-1, width)
+            stream.x = linear("proj", proj, y, residual=x, out=x)
+        mlp(layer, stream, fp8)
+
+    def merge(
+        merger: Merger, stream: Stream, columns: Tensor, beside: Beside = nullcontext
+    ) -> None:
+        """The 2x2 shuffle is a view: the patches of a token are consecutive rows. Only the norm
+        reads the stream, which the next block changes."""
+        tokens, width = layout.num_tokens, merger.linear_fc1.in_features
+        x, added = stream.x, stream.take()
+        if merger.norm.normalized_shape[0] == width:
+            added = None if added is None else added.view(-1, width)
+            y = layer_norm(merger.norm, x.view(-1, width), added, tokens)
+        else:
+            y = layer_norm(merger.norm, x, added).view(-1, width)
         with beside(y):
             y = linear("merger_fc1", merger.linear_fc1, y, activation="gelu", num_rows=tokens)
             linear("merger_fc2", merger.linear_fc2, y, num_rows=tokens, out=columns)
@@ -162,17 +175,17 @@ def forward(
     x = linear("embed", tower.patch_embed.proj, pixels, normalization=normalization)
     ops.position_embedding(x, tower.pos_embed.weight, coords, rows)
     table = ops.rotary_table(coords, tower.frequencies, rows)
-    stream: Sum = x, None
-    fp8_blocks = tower.fp8_blocks if len(pixels) >= tower.fp8_min_patches else ()
+    stream = Stream(x)
+    del x
+    fp8_blocks = tower.fp8_blocks if (whole or len(pixels)) >= tower.fp8_min_patches else ()
     with branching(pixels.device, plan.branches) as beside:
         for depth, layer in enumerate(tower.blocks):
             assert isinstance(layer, Block)
-            stream = block(layer, stream, depth in fp8_blocks)
+            block(layer, stream, depth in fp8_blocks)
             if depth in config.deepstack_visual_indexes:
                 level = config.deepstack_visual_indexes.index(depth)
                 merger = tower.deepstack_merger_list[level]
                 assert isinstance(merger, Merger)
                 merge(merger, stream, levels[level], beside)
-                stream = stream[0], None
         merge(tower.merger, stream, merged)
     return out

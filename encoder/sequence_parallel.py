@@ -81,7 +81,7 @@ class SequenceParallel:
         rows = out.new_empty(self.ranks, capacity // merge**2, out.shape[1])
         attend = self._attend(tower, layout, own, capacity)
         layout = own_layout(layout, own, coords, merge)
-        forward(tower, own_pixels, layout, rows[self.rank], plan, attend)
+        forward(tower, own_pixels, layout, rows[self.rank], plan, attend, whole=len(pixels))
         self._gather(rows, rows[self.rank])
         return ops.collect_rows(rows, own.tokens_per_rank, own.tokens, out)
 

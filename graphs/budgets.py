@@ -9,10 +9,12 @@ from torch import Tensor
 
 from vitgraph.encoder import Qwen3VLVisionEncoder
 from vitgraph.encoder.attention.flashinfer import WORKSPACE_BYTES
+from vitgraph.encoder.branches import BRANCH_ROWS
 from vitgraph.graphs.config import check_name, powers_of_two
 
-# cuBLAS keeps 32 MB for a stream; parts of split attention items take 20 MB.
-OUR_WORKSPACES = 52 << 20
+# cuBLAS keeps so much for a stream; parts of split attention items take 20 MB.
+CUBLAS_BYTES = 32 << 20
+OUR_WORKSPACES = CUBLAS_BYTES + (20 << 20)
 
 
 @dataclass
@@ -99,6 +101,8 @@ def estimate_memory(
     output = token_budget * config.output_width * itemsize
     activations = patches * (4 * config.hidden_size + widest) * itemsize
     workspaces = OUR_WORKSPACES if encoder.device.type == "cuda" else 0
+    if workspaces and 512 < patches <= BRANCH_ROWS:  # the mergers of a smaller one are not cuBLAS's
+        workspaces += CUBLAS_BYTES
     workspaces += WORKSPACE_BYTES if encoder.plan.attention == "flashinfer" else 0
     if encoder.fp8_blocks:  # fc2's scales, a float for 128 columns, and one layer's weight
         activations += config.intermediate_size * (patches // 32 + config.hidden_size)

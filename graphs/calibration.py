@@ -102,8 +102,8 @@ def _time_layer(
                 module.weight,
                 module.bias,
                 activation=layer.activation,
-                # what cuBLAS leaves out the next norm adds
-                residual=out if layer.has_residual and provider != "cublas" else None,
+                # cuBLAS takes one more kernel for it here, what the next norm does in a forward
+                residual=out if layer.has_residual else None,
                 num_rows=num_rows,
                 out=out,
                 provider=provider,

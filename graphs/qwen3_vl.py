@@ -34,7 +34,8 @@ KEYS = {
 # One batch for each way that tiles, attention and layout are chosen by size, of patches and of
 # tokens; the last has more items than 64.
 EAGER_SHAPES: tuple[list[Grid], ...] = (
-    *([(1, side, side)] for side in (2, 20, 22, 32, 44, 64)),
+    *([(1, side, side)] for side in (2, 22, 32, 44)),
+    [(1, 48, 64)],
     [(8, 20, 20)],
     [(8, 40, 40)],
     [(1, 2, 2)] * 65,
@@ -220,7 +221,8 @@ class Qwen3VLGraphModel:
         patches = token_budget * merge**2
         grid_thw = host_grids([(1, merge, patches // merge)], max_batch_size, self.device)
         max_sequences = min(token_budget, max_frames_per_batch)
-        plan = self.plans[token_budget] = self._plan(patches, max_sequences)
+        plan = replace(self._plan(patches, max_sequences), branches=patches <= BRANCH_ROWS)
+        self.plans[token_budget] = plan
         return EncoderCudaGraphCaptureInputs(
             mm_kwargs={
                 "pixel_values": torch.zeros(
@@ -240,8 +242,7 @@ class Qwen3VLGraphModel:
     def _plan(self, patches: int, max_sequences: int) -> Plan:
         shared = self.parallel is not None and self.parallel.shares(patches)
         measured = is_measured(self.module) and not shared
-        plan = self._measured_plan(patches, max_sequences) if measured else self.module.plan
-        return replace(plan, branches=patches <= BRANCH_ROWS)
+        return self._measured_plan(patches, max_sequences) if measured else self.module.plan
 
     def _measured_plan(self, patches: int, max_sequences: int) -> Plan:
         """Measured once: vLLM captures twice, first to see how much memory that takes."""

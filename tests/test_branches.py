@@ -2,12 +2,13 @@
 
 import contextlib
 import copy
+import dataclasses
 import weakref
 
 import pytest
 import torch
 
-from vitgraph.encoder import Qwen3VLVisionEncoder, branches
+from vitgraph.encoder import Qwen3VLVisionEncoder, branches, forward
 from vitgraph.graphs import CompilationConfig, EncoderCudaGraphManager, qwen3_vl
 
 CUDA = torch.device("cuda")
@@ -30,7 +31,13 @@ def log(monkeypatch) -> list[str]:
     main, branch = (Stream(name, log) for name in ("main", "branch"))
     monkeypatch.setattr(branches, "_branch_of", lambda stream: branch)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+
+    @contextlib.contextmanager
+    def entered(stream: Stream):
+        log.append(f"on {stream.name}")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "stream", entered)
     return log
 
 
@@ -45,8 +52,8 @@ def test_a_branch_leaves_and_joins_once(log) -> None:
         del x
         assert alive() is not None
         log.append("main")
-    leaves = "branch waits for main"
-    assert log == [leaves, "one", leaves, "two", "main", "main waits for branch"]
+    leaves = ["branch waits for main", "on branch"]
+    assert log == [*leaves, "one", *leaves, "two", "main", "main waits for branch"]
     assert alive() is None
 
 
@@ -79,6 +86,26 @@ def test_small_captures_want_it_and_eager_forwards_do_not(encoder) -> None:
     assert not encoder.plan.branches
     wanted = {budget: plan.branches for budget, plan in manager.model.plans.items()}
     assert wanted == {64: True, 512: True, 1024: False}
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_mergers_of_the_levels_are_on_it(encoder, batch, monkeypatch, wanted) -> None:
+    """And only these."""
+    beside = []
+
+    @contextlib.contextmanager
+    def branching(device: torch.device, wanted: bool):
+        yield (
+            (lambda x: beside.append(x) or contextlib.nullcontext())
+            if wanted
+            else (contextlib.nullcontext)
+        )
+
+    monkeypatch.setattr(forward, "branching", branching)
+    inputs = batch([(1, 4, 4)])
+    monkeypatch.setattr(encoder, "plan", dataclasses.replace(encoder.plan, branches=wanted))
+    encoder(inputs["pixel_values"], [(1, 4, 4)])
+    assert len(beside) == wanted * len(encoder.config.deepstack_visual_indexes)
 
 
 @pytest.mark.gpu

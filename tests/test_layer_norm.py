@@ -14,7 +14,7 @@ from vitgraph.kernels.layer_norm import (
 BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 # hidden sizes of the towers (2B, 8B) and of their mergers' tokens; a width that is no multiple of 8
 WIDTHS = [1024, 1152, 4096, 4608, 42]
-ROWS = [pytest.param(1, id="one_row"), pytest.param(5, id="rows_above_programs")]
+ROWS = [pytest.param(1, id="one_row"), pytest.param(5, id="few_rows")]
 CAPACITY = [pytest.param(8160, id="full_capacity", marks=pytest.mark.gpu)]
 
 
@@ -61,6 +61,27 @@ def test_adds_to_real_strided_rows_alone(rng, poisoned_empty):
     assert torch.equal(wide, before)
     torch.testing.assert_close(actual[:4], layer_norm_reference(x[:4], weight, bias))
     assert actual[4:].isnan().all()
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("e4m3", [False, True])
+def test_programs_that_take_several_rows(rng, poisoned_empty, e4m3, added):
+    """A launch has 32 programs here, and on a GPU fewer than there are of these rows."""
+    rows, real = (70, 61) if rng.device.type == "cpu" else (20000, 19003)
+    x, weight, bias = inputs(rng, rows, 42, torch.float32)
+    more = torch.randn(rows, 42, generator=rng, device=rng.device) if added else None
+    kept = x[:real] + more[:real] if added else x[:real].clone()
+    x[real:] = float("nan")
+    num_rows = torch.tensor([real], dtype=torch.int32, device=rng.device)
+    if e4m3:
+        actual = layer_norm_e4m3(x, num_rows=num_rows, added=more)[:real].float()
+        expected = layer_norm_e4m3_reference(kept.clone()).float()
+    else:
+        actual = layer_norm(x, weight, bias, num_rows=num_rows, added=more)[:real]
+        expected = layer_norm_reference(kept, weight, bias)
+    assert torch.equal(x[:real], kept) and x[real:].isnan().all()
+    close = {"rtol": 0.13, "atol": 1.0} if e4m3 else {}  # one step of e4m3
+    torch.testing.assert_close(actual, expected, **close)
 
 
 @pytest.mark.parametrize("e4m3", [False, True])

@@ -9,6 +9,7 @@ from vitgraph.encoder import GEOMETRIES, Qwen3VLVisionEncoder, forward
 from vitgraph.encoder.attention.backends import resolve_backend
 from vitgraph.encoder.attention.trial import Heads
 from vitgraph.encoder.operations import resolve_operations
+from vitgraph.kernels import linear
 from vitgraph.kernels.launch import is_interpreted
 
 # One head, patches of 8x8: the interpreter takes its time for every tile.
@@ -27,14 +28,11 @@ GRIDS = [(1, 4, 6), (2, 2, 4), (1, 2, 2)]
 PATCHES = 24 + 16 + 4
 
 
-def pair(dtype: torch.dtype, device: torch.device) -> tuple:
+def pair(dtype: torch.dtype, device: torch.device, config=SMALL, **options) -> tuple:
     """The same tower on Triton kernels and on plain torch."""
-    ours = Qwen3VLVisionEncoder.random(
-        SMALL, device=device, dtype=dtype, ops="triton", attention="triton"
-    )
-    plain = Qwen3VLVisionEncoder.random(
-        SMALL, device=device, dtype=dtype, ops="torch", attention="sdpa"
-    )
+    options |= {"device": device, "dtype": dtype}
+    ours = Qwen3VLVisionEncoder.random(config, ops="triton", attention="triton", **options)
+    plain = Qwen3VLVisionEncoder.random(config, ops="torch", attention="sdpa", **options)
     return ours, plain
 
 
@@ -76,10 +74,14 @@ def test_capacity_beyond_the_items(device) -> None:
     assert (out[PATCHES // 4 :] == 7).all(), "rows past the items are not written"
 
 
+@pytest.mark.parametrize("linears", [{}, {"linear_dtype": "fp8", "fp8_skip_blocks": 1}])
 @pytest.mark.parametrize("layers", [("proj",), ("fc2",), ("proj", "fc2")], ids="+".join)
-def test_norms_add_what_cublas_would(layers, device, monkeypatch) -> None:
-    """To the bit, and without one kernel a layer; the last sum is the merger's, one a level's."""
-    encoder, _ = pair(torch.float16, device)
+def test_norms_add_what_cublas_would(layers, linears, device, monkeypatch) -> None:
+    """To the bit, and without one kernel a layer; the last sum is the merger's, one a level's. In a
+    block with FP8 layers fc2 is none of cuBLAS's."""
+    levels = (0,) if not linears else ()  # or a merger's norm would add what an FP8 block's has to
+    config = dataclasses.replace(SMALL, deepstack_visual_indexes=levels)
+    encoder, _ = pair(torch.float16, device, config, **linears)
     encoder.plan = dataclasses.replace(encoder.plan, providers=dict.fromkeys(layers, "cublas"))
     pixels = torch.randn(PATCHES, WIDTH, device=device)
     additions, add = [], torch.add
@@ -87,9 +89,21 @@ def test_norms_add_what_cublas_would(layers, device, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(forward, "adds_apart", lambda *layer: False)
         expected = encoder(pixels, GRIDS)
-    assert len(additions) == SMALL.depth * len(layers)
+    saved = SMALL.depth * len(layers) - (bool(linears) and "fc2" in layers)
+    assert len(additions) == saved
     assert torch.equal(encoder(pixels, GRIDS), expected)
-    assert len(additions) == SMALL.depth * len(layers)
+    assert len(additions) == saved
+
+
+def test_the_table_says_where_norms_add(monkeypatch) -> None:
+    """On a GPU whose plans are not measured."""
+    table = {512: ("triton", "cublas"), 1024: ("cublas", "triton")}
+    monkeypatch.setattr(linear, "linear_providers", lambda device, dtype, rows, *shape: table[rows])
+    weight = torch.empty(64, 64)
+    for rows, expected in ((512, False), (1024, True)):
+        x = torch.empty(rows, 64)
+        assert linear.adds_apart(x, weight) == expected
+        assert linear.adds_apart(x, weight, "cublas") and not linear.adds_apart(x, weight, "gluon")
 
 
 @pytest.mark.parametrize("ops", ["triton", "torch"])

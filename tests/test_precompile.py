@@ -51,15 +51,10 @@ def test_the_kernels_of_hopper_are_among_them(hopper_cache) -> None:
 
 
 def test_the_kernels_of_fp8_are_among_them_where_there_is_fp8(hopper_cache) -> None:
-    arguments = ("--geometry", "8b", "--budgets", "64", "512", "--linear-dtype", "fp8")
+    arguments = ("--geometry", "8b", "--budgets", "64", "1024", "--linear-dtype", "fp8")
     run = precompile(hopper_cache, "--arch", "sm_90", *arguments)
     assert run.returncode == 0, run.stdout + run.stderr
-    for kernel in (
-        "linear_fp8_kernel",
-        "linear_fp8_sm90_kernel",
-        "quantize_kernel",
-        "layer_norm_kernel",
-    ):
+    for kernel in ("linear_fp8_sm90_kernel", "quantize_kernel", "layer_norm_kernel"):
         assert kernel in run.stdout
     run = precompile(hopper_cache, "--arch", "sm_86", *arguments)
     assert run.returncode == 2

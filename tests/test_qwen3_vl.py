@@ -13,6 +13,8 @@ from vitgraph.graphs.qwen3_vl import Qwen3VLGraphModel, as_model
 from vitgraph.kernels import attention_config, linear
 from vitgraph.kernels.sm90 import attention as sm90_attention
 
+FP8_MIN_PATCHES = Qwen3VLVisionEncoder.fp8_min_patches  # tests have another
+
 
 def test_an_encoder_becomes_a_model_once(encoder) -> None:
     assert not isinstance(encoder, SupportsEncoderCudaGraph)
@@ -97,8 +99,13 @@ def test_a_replay_of_no_items(linear_dtype) -> None:
     assert out.shape == (0, encoder.config.output_width)
 
 
+@pytest.mark.parametrize(
+    "linears", [{}, {"linear_dtype": "fp8"}, {"linear_dtype": "fp8", "fp8_skip_blocks": 3}]
+)
 @pytest.mark.parametrize("geometry", ["2b", "8b"])
-def test_eager_forwards_before_a_capture_choose_in_every_way(geometry, monkeypatch) -> None:
+def test_eager_forwards_before_a_capture_choose_in_every_way(
+    geometry, linears, monkeypatch
+) -> None:
     """KNOWN_FAILURES 12: on a Hopper GPU with its kernels, a miss of any size compiles nothing."""
     for module in (linear, attention_config):
         monkeypatch.setattr(module, "capability_of", lambda device: (9, 0))
@@ -107,7 +114,9 @@ def test_eager_forwards_before_a_capture_choose_in_every_way(geometry, monkeypat
     monkeypatch.setattr(sm90_attention, "hopper_tier_unavailable", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with torch.device("meta"):
-        encoder = Qwen3VLVisionEncoder(GEOMETRIES[geometry], dtype=torch.bfloat16, ops="torch")
+        encoder = Qwen3VLVisionEncoder(
+            GEOMETRIES[geometry], dtype=torch.bfloat16, ops="torch", **linears
+        )
     cuda, heads = torch.device("cuda"), encoder.config.num_heads
     layers = {name: layer_of(encoder, name) for name in LAYERS}
 
@@ -119,6 +128,17 @@ def test_eager_forwards_before_a_capture_choose_in_every_way(geometry, monkeypat
             provider = linear.linear_providers(cuda, *shape)[0]
             tiles = linear.linear_config((9, 0), *shape) if provider == "triton" else None
             found.add((name, provider, tiles))
+        apart = {name: (name, "cublas", None) in found for name in ("proj", "fc2")}
+        in_fp8 = encoder.fp8_blocks if patches >= FP8_MIN_PATCHES else range(0)
+        fc2_adds = False  # of the block before
+        for depth in range(encoder.config.depth):
+            found.add(("norm1", depth in in_fp8, fc2_adds))
+            found.add(("norm2", depth in in_fp8, apart["proj"]))
+            fc2_adds = apart["fc2"] and depth not in in_fp8
+            if depth in encoder.config.deepstack_visual_indexes:
+                found.add(("norm of a level", fc2_adds))
+                fc2_adds = False
+        found.add(("last norm", fc2_adds))
         for count in sequences:
             about = heads, encoder.config.head_dim, torch.bfloat16, cuda
             found.add(attention_config.attention_config(patches, count, *about))

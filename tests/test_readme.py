@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from vitgraph.bench.workloads import WORKLOADS, image_grid
-from vitgraph.encoder import config
+from vitgraph.encoder import Qwen3VLVisionEncoder, config
 from vitgraph.graphs.linears import SAME, Linears
 from vitgraph.graphs.metrics import FAMILIES
 from vitgraph.graphs.vllm_plugin.names import ARCHITECTURES
@@ -18,6 +18,7 @@ from vitgraph.kernels.launch import GLUON_RELEASES
 from vitgraph.kernels.linear import PixelNormalization
 
 TOWERS = ("vllm", "vitgraph")
+FP8_MIN_PATCHES = Qwen3VLVisionEncoder.fp8_min_patches  # tests have another
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BENCH = (ROOT / "bench" / "README.md").read_text()
@@ -249,6 +250,8 @@ def test_fp8_times() -> None:
     words = f"{min(large):.2f} to {max(large):.2f} of the time of bfloat16"
     assert says(GRAPHS, words) and says(PLUGIN, words)
     assert all(float(row[4].split()[0]) > 1 for row in rows[:2])
+    for page in (GRAPHS, BENCH):
+        assert f"{FP8_MIN_PATCHES - 1:,} patches" in page
     ours, theirs = (
         [100 * one["systems"][name]["error"] for one in workloads.values()]
         for name in ("vitgraph fp8 graph", "vllm FLASH_ATTN graph")

@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         "--linear-dtype",
         choices=["same", "fp8"],
         default="same",
-        help="of the blocks' layers (default: same)",
+        help="of the blocks' layers, fp8 in packs of over 2048 patches (default: same)",
     )
     common.add_argument(
         "--fp8-skip-blocks",
