@@ -62,8 +62,8 @@ HOPPER_CANDIDATES = {
 }
 # Chosen by reasoning; seen in a whole encoder, not yet timed beside the other candidates.
 HOPPER = HOPPER_CANDIDATES["Gluon 192x128, stagger 1"]
-# The least capacity for which it serves, by reasoning too: at N = 1152 tiles of 192x128 fill 132 SMs
-# from 2,700 rows on, the portable ones of 64x128, two an SM, from 1,800.
+# The least capacity for which it serves, by reasoning, too: at N = 1152 tiles of 192x128 fill 132
+# SMs from 2,700 rows on, the portable ones of 64x128, two an SM, from 1,800.
 HOPPER_ROWS = 2048
 
 
