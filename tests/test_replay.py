@@ -3,6 +3,7 @@
 import copy
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -181,7 +182,8 @@ def test_plans_are_recorded(manager) -> None:
     plans, encoder = manager.model.plans, manager.model.module
     assert set(plans) == {64, 512, 2048}
     if not is_measured(encoder):
-        assert all(plan is encoder.plan for plan in plans.values())
+        for plan in plans.values():
+            assert replace(plan, branches=False) == encoder.plan
     plan = manager.model._measured_plan(2048, 8)
     measured = plan.microseconds["attention"]
     assert set(measured) | set(plan.left_out) == set(BACKENDS)
