@@ -24,7 +24,7 @@ from vitgraph.kernels.layout import Layout
 from vitgraph.kernels.linear import PixelNormalization, adds_apart
 
 
-class Stream:
+class Residual:
     """The residual stream [P, C], and what its next norm adds to it: taken once, as it is memory
     that is wanted again."""
 
@@ -111,48 +111,48 @@ def forward(
         quantized = ops.quantize(layer.weight, layer.bias, *folded)
         return ops.linear_fp8(x, scale, quantized, num_rows=rows, **options)
 
-    def qkv_of(layer: Block, stream: Stream, fp8: bool) -> Tensor:
+    def qkv_of(layer: Block, residual: Residual, fp8: bool) -> Tensor:
         if fp8:
-            y = ops.layer_norm_e4m3(stream.x, layer.norm1.eps, rows, stream.take())
+            y = ops.layer_norm_e4m3(residual.x, layer.norm1.eps, rows, residual.take())
             return linear_fp8(layer.attn.qkv, layer.norm1, y, constant, out=qkv_buffer)
-        y = layer_norm(layer.norm1, stream.x, stream.take())
+        y = layer_norm(layer.norm1, residual.x, residual.take())
         return linear("qkv", layer.attn.qkv, y, out=qkv_buffer)
 
-    def mlp(layer: Block, stream: Stream, fp8: bool) -> None:
-        fc1, fc2, x = layer.mlp.linear_fc1, layer.mlp.linear_fc2, stream.x
+    def mlp(layer: Block, residual: Residual, fp8: bool) -> None:
+        fc1, fc2, x = layer.mlp.linear_fc1, layer.mlp.linear_fc2, residual.x
         if fp8:
             scales = scales_of(len(x), config.intermediate_size, x.device)
             into = {"activation": "gelu_tanh", "out": inner_fp8, "out_scale": scales}
-            y = ops.layer_norm_e4m3(x, layer.norm2.eps, rows, stream.take())
+            y = ops.layer_norm_e4m3(x, layer.norm2.eps, rows, residual.take())
             linear_fp8(fc1, layer.norm2, y, constant, **into)
-            stream.x = linear_fp8(fc2, None, inner_fp8, scales, residual=x, out=x)
+            residual.x = linear_fp8(fc2, None, inner_fp8, scales, residual=x, out=x)
             return
-        y = layer_norm(layer.norm2, x, stream.take())
+        y = layer_norm(layer.norm2, x, residual.take())
         weights = fc1.weight, fc1.bias, fc2.weight, fc2.bias
         providers = plan.providers.get("fc1"), plan.providers.get("fc2")
-        later = adds_apart(x, fc2.weight, providers[1])
-        y = ops.mlp(y, *weights, None if later else x, rows, inner=inner, providers=providers)
-        stream.x, stream.added = (x, y) if later else (y, None)
+        target = None if apart["fc2"] else x
+        y = ops.mlp(y, *weights, target, rows, inner=inner, providers=providers)
+        residual.x, residual.added = (x, y) if apart["fc2"] else (y, None)
 
-    def block(layer: Block, stream: Stream, fp8: bool) -> None:
+    def block(layer: Block, residual: Residual, fp8: bool) -> None:
         # One name: what is no longer needed is freed before attention takes its scratch.
-        y = qkv_of(layer, stream, fp8)
+        y = qkv_of(layer, residual, fp8)
         y = y.view(-1, 3, config.num_heads, config.head_dim)
         y = attend(ops.rotary(y, table, rows))
-        proj, x = layer.attn.proj, stream.x
-        if adds_apart(x, proj.weight, plan.providers.get("proj")):
-            stream.added = linear("proj", proj, y)
+        proj, x = layer.attn.proj, residual.x
+        if apart["proj"]:
+            residual.added = linear("proj", proj, y)
         else:
-            stream.x = linear("proj", proj, y, residual=x, out=x)
-        mlp(layer, stream, fp8)
+            residual.x = linear("proj", proj, y, residual=x, out=x)
+        mlp(layer, residual, fp8)
 
     def merge(
-        merger: Merger, stream: Stream, columns: Tensor, beside: Beside = nullcontext
+        merger: Merger, residual: Residual, columns: Tensor, beside: Beside = nullcontext
     ) -> None:
         """The 2x2 shuffle is a view: the patches of a token are consecutive rows. Only the norm
-        reads the stream, which the next block changes."""
+        reads the residual, which the next block changes."""
         tokens, width = layout.num_tokens, merger.linear_fc1.in_features
-        x, added = stream.x, stream.take()
+        x, added = residual.x, residual.take()
         if merger.norm.normalized_shape[0] == width:
             added = None if added is None else added.view(-1, width)
             y = layer_norm(merger.norm, x.view(-1, width), added, tokens)
@@ -175,17 +175,23 @@ def forward(
     x = linear("embed", tower.patch_embed.proj, pixels, normalization=normalization)
     ops.position_embedding(x, tower.pos_embed.weight, coords, rows)
     table = ops.rotary_table(coords, tower.frequencies, rows)
-    stream = Stream(x)
+    first = tower.blocks[0]  # its layers have the shapes of all
+    assert isinstance(first, Block)
+    apart = {
+        name: adds_apart(x, layer.weight, plan.providers.get(name))
+        for name, layer in (("proj", first.attn.proj), ("fc2", first.mlp.linear_fc2))
+    }
+    residual = Residual(x)
     del x
     fp8_blocks = tower.fp8_blocks if (whole or len(pixels)) >= tower.fp8_min_patches else ()
     with branching(pixels.device, plan.branches) as beside:
         for depth, layer in enumerate(tower.blocks):
             assert isinstance(layer, Block)
-            block(layer, stream, depth in fp8_blocks)
+            block(layer, residual, depth in fp8_blocks)
             if depth in config.deepstack_visual_indexes:
                 level = config.deepstack_visual_indexes.index(depth)
                 merger = tower.deepstack_merger_list[level]
                 assert isinstance(merger, Merger)
-                merge(merger, stream, levels[level], beside)
-        merge(tower.merger, stream, merged)
+                merge(merger, residual, levels[level], beside)
+        merge(tower.merger, residual, merged)
     return out
