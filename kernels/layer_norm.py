@@ -148,10 +148,12 @@ def _launch(
         raise ValueError(f"layer_norm: width {width} is above {MAX_WIDTH}")
     if x.stride(1) != 1:
         raise ValueError(f"layer_norm: values of a row must be adjacent, stride is {x.stride(1)}")
-    if added is not None and (added.shape != x.shape or not added.is_contiguous()):
+    if added is not None and (
+        added.shape != x.shape or added.dtype != x.dtype or not added.is_contiguous()
+    ):
         raise ValueError(
-            f"layer_norm: added has shape {tuple(added.shape)} and strides {added.stride()}, "
-            f"expected contiguous {tuple(x.shape)}"
+            f"layer_norm: added has shape {tuple(added.shape)}, strides {added.stride()} and "
+            f"{added.dtype}, expected contiguous {tuple(x.shape)} and {x.dtype}"
         )
     if max_rows == 0:
         return

@@ -109,6 +109,12 @@ def test_refuses_to_add_what_does_not_fit(rng, shape):
         layer_norm(x, weight, bias, added=added)
 
 
+def test_refuses_to_add_another_dtype(rng):
+    x, weight, bias = inputs(rng, 4, 64, torch.float16)
+    with pytest.raises(ValueError, match=r"torch\.float32, expected .* torch\.float16"):
+        layer_norm(x, weight, bias, added=torch.zeros(4, 64, device=rng.device))
+
+
 def test_zero_rows(rng):
     x, weight, bias = inputs(rng, 0, 1152, torch.float32)
     assert layer_norm(x, weight, bias).shape == (0, 1152)

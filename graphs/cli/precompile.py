@@ -66,7 +66,6 @@ def precompile(
             out = torch.empty(budget, config.output_width, dtype=dtype)
             layout = encoder.make_layout(grids, patches, budget)
             encoder.encode(pixels, layout, out)  # measured plans have cuBLAS and these kernels
-            _norms_that_add(encoder, layout)
         heads = torch.empty(16, 3, config.num_heads, config.head_dim, dtype=dtype)
         isolate(heads, layout.num_patches, TAIL)  # some attention libraries need it
         model = Qwen3VLGraphModel(encoder)
@@ -77,7 +76,7 @@ def precompile(
 
 
 def _norms_that_add(encoder: Qwen3VLVisionEncoder, layout: Layout) -> None:
-    """What there is beside cuBLAS."""
+    """Those behind layers that cuBLAS computes, which is chosen on a GPU only."""
     width, dtype = encoder.config.hidden_size, encoder.dtype
     unit = encoder.config.spatial_merge_size**2
     for columns, rows in ((width, layout.num_patches), (unit * width, layout.num_tokens)):
