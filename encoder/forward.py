@@ -178,7 +178,7 @@ def forward(
     first = tower.blocks[0]  # its layers have the shapes of all
     assert isinstance(first, Block)
     apart = {
-        name: adds_apart(x, layer.weight, plan.providers.get(name))
+        name: ops.name == "triton" and adds_apart(x, layer.weight, plan.providers.get(name))
         for name, layer in (("proj", first.attn.proj), ("fc2", first.mlp.linear_fc2))
     }
     residual = Residual(x)

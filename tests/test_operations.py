@@ -95,6 +95,13 @@ def test_norms_add_what_cublas_would(layers, linears, device, monkeypatch) -> No
     assert len(additions) == saved
 
 
+def test_plain_torch_asks_no_table_of_kernels(device, monkeypatch) -> None:
+    """On a CPU, where nothing is interpreted, Triton has no driver to say for which GPU."""
+    _, plain = pair(torch.float32, device)
+    monkeypatch.setattr(forward, "adds_apart", lambda *layer: pytest.fail("asked"))
+    assert plain(torch.randn(PATCHES, WIDTH, device=device), GRIDS).isfinite().all()
+
+
 def test_the_table_says_where_norms_add(monkeypatch) -> None:
     """On a GPU whose plans are not measured."""
     table = {512: ("triton", "cublas"), 1024: ("cublas", "triton")}
